@@ -1,0 +1,30 @@
+"""Sphinx configuration. The build reads no network: no intersphinx."""
+
+from rawflash._version import __version__
+
+project = "rawflash"
+author = "The rawflash developers"
+copyright = "2026, The rawflash developers"
+release = __version__
+
+extensions = [
+    "sphinx.ext.autodoc",
+    "sphinx.ext.autosummary",
+    "sphinx.ext.doctest",
+    "sphinx.ext.mathjax",
+    "myst_parser",
+    "numpydoc",
+]
+exclude_patterns = ["_build"]
+html_theme = "furo"
+html_title = "rawflash"
+
+myst_enable_extensions = ["amsmath", "dollarmath"]
+myst_heading_anchors = 3
+
+autosummary_generate = True
+autodoc_typehints = "none"  # numpydoc's Parameters section states shapes and dtypes, which a type cannot
+numpydoc_show_class_members = False  # a page lists the members it speaks of
+
+doctest_global_setup = "import numpy as np\nimport rawflash as rf"
+doctest_test_doctest_blocks = ""  # pytest runs the docstrings; Sphinx runs the pages' {doctest} blocks

@@ -1,0 +1,318 @@
+"""The public functions: the data path from arrays to a launch, written out.
+
+Every function here is the same four stops: check the call, look up the kernel, plan the
+tiles, launch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Unpack
+
+import numpy as np
+
+from rawflash import arrays, philox
+from rawflash.backends import lookup
+from rawflash.errors import ProblemError
+from rawflash.problem import Operands, Options, Problem, check
+from rawflash.tiling import plan_tiles
+
+
+def attention(q: Any, k: Any, v: Any, **options: Unpack[Options]) -> Any:
+    """Exact attention, ``softmax(scale * Q K^T) V``, without storing the T x T matrix.
+
+    Parameters
+    ----------
+    q : array (..., Hq, Tq, d)
+        Queries; two axes are one head, three ``(H, T, d)``, more than four: leading axes are
+        the batch. float16, bfloat16, float32 or float64.
+    k : array (..., Hkv, Tk, d)
+        Keys; ``Hq`` is a multiple of ``Hkv`` (grouped-query attention).
+    v : array (..., Hkv, Tk, dv)
+        Values.
+    **options
+        See :class:`rawflash.Options`: masks, bias, dropout, algorithm, backend and the rest.
+
+    Returns
+    -------
+    out : array (..., Hq, Tq, dv)
+        Of the kind and dtype that came in. A row that sees no key is 0.
+    lse : array (..., Hq, Tq)
+        With ``return_lse=True``: the natural logarithm of the sum of exponentials of each
+        row's scores, float32 (float64 for float64); -inf for a row that sees no key.
+
+    Raises
+    ------
+    ProblemError
+        The call is wrong; the message names the argument and the rule.
+    BackendError
+        The backend is not available here.
+    TileError
+        No legal tile fits the on-chip memory.
+
+    See Also
+    --------
+    attention_backward : the gradients.
+
+    References
+    ----------
+    Dao, Fu, Ermon, Rudra, Re, "FlashAttention", NeurIPS 2022, algorithm 1; Dao,
+    "FlashAttention-2", ICLR 2024, algorithm 1.
+
+    Examples
+    --------
+    >>> import numpy as np, rawflash as rf
+    >>> q = k = v = np.eye(4, dtype=np.float32)
+    >>> rf.attention(q, k, v, causal=True)[0]
+    array([1., 0., 0., 0.], dtype=float32)
+    """
+    problem, x = check(q, k, v, direction="forward", **options)
+    return _forward(problem, x)
+
+
+def attention_backward(
+    dout: Any, q: Any, k: Any, v: Any, o: Any, lse: Any, *,
+    dlse: Any = None, wrt: Sequence[str] = ("q", "k", "v"), **options: Unpack[Options],
+) -> tuple[Any, ...]:  # fmt: skip
+    """Gradients of attention, recomputing the probabilities tile by tile.
+
+    Parameters
+    ----------
+    dout : array, shape of out
+        Gradient of the loss with respect to ``out``.
+    q, k, v : array
+        As in :func:`attention`.
+    o, lse : array
+        What ``attention(..., return_lse=True)`` returned for the same arguments.
+    dlse : array, shape of lse, optional
+        Gradient of the loss with respect to ``lse``.
+    wrt : sequence of {"q", "k", "v", "bias", "sinks"}
+        The gradients wanted, in order.
+    **options
+        Those of the forward call, without ``out`` and ``return_lse``.
+
+    Returns
+    -------
+    tuple of array
+        One gradient per name in ``wrt``, of the shape and dtype of that argument. The
+        gradient of a broadcast bias is summed over the broadcast axes.
+
+    Notes
+    -----
+    With gamma = rowsum(dO * O): dV = P^T dO, dP = dO V^T, dS = P * (dP - gamma + dlse),
+    dQ = scale dS K, dK = scale dS^T Q (Chu, Liu and Lin 2026, equations 13-24 and 71-77).
+
+    Examples
+    --------
+    >>> import numpy as np, rawflash as rf
+    >>> q = k = v = np.eye(4)
+    >>> o, lse = rf.attention(q, k, v, return_lse=True)
+    >>> dq, dk, dv = rf.attention_backward(np.ones_like(o), q, k, v, o, lse)
+    >>> np.allclose(dv.sum(), 16)  # every row of P sums to one
+    True
+    """
+    problem, x = check(q, k, v, dout=dout, o=o, lse=lse, dlse=dlse, wrt=wrt, direction="backward", **options)
+    return _backward(problem, x)
+
+
+def attention_vjp(
+    q: Any, k: Any, v: Any, *, wrt: Sequence[str] = ("q", "k", "v"), **options: Unpack[Options]
+) -> tuple[Any, Callable[..., tuple[Any, ...]]]:
+    """Attention and its pullback, in the manner of ``jax.vjp``.
+
+    Parameters
+    ----------
+    q, k, v : array
+        As in :func:`attention`; they are kept, not copied, until the pullback is dropped.
+    wrt : sequence of str
+        The gradients that the pullback returns, as in :func:`attention_backward`.
+    **options
+        See :class:`rawflash.Options`.
+
+    Returns
+    -------
+    out : array, or (out, lse) with ``return_lse=True``
+    pullback : callable
+        ``pullback(dout, dlse=None)`` returns one gradient per name in ``wrt``.
+
+    Examples
+    --------
+    >>> import numpy as np, rawflash as rf
+    >>> q = k = v = np.eye(4)
+    >>> out, pullback = rf.attention_vjp(q, k, v)
+    >>> dq, dk, dv = pullback(np.ones_like(out))
+    >>> dv.shape
+    (4, 4)
+    """
+    forward_only = {"out", "return_lse"}
+    problem, x = check(q, k, v, wrt=wrt, direction="forward", **options)
+    x.return_lse = True
+    out, lse = _forward(problem, x)
+    backward_options = {name: value for name, value in options.items() if name not in forward_only}
+
+    def pullback(dout: Any, dlse: Any = None) -> tuple[Any, ...]:
+        return attention_backward(dout, q, k, v, out, lse, dlse=dlse, wrt=wrt, **backward_options)
+
+    return ((out, lse) if options.get("return_lse") else out), pullback
+
+
+def attention_varlen(
+    q: Any, k: Any, v: Any, cu_seqlens_q: Any, cu_seqlens_k: Any, **options: Unpack[Options]
+) -> Any:
+    """Attention over sequences of different lengths that lie behind each other.
+
+    Parameters
+    ----------
+    q : array (Hq, total_q, d)
+        Or ``(total_q, Hq, d)`` with ``layout="bthd"``; k and v likewise.
+    k, v : array (Hkv, total_k, d), (Hkv, total_k, dv)
+    cu_seqlens_q, cu_seqlens_k : int array (B + 1,)
+        Sequence ``b`` is rows ``cu[b]:cu[b + 1]``. Rows outside every sequence are padding.
+    **options
+        See :class:`rawflash.Options`; not ``mask``, ``bias`` and lengths. Positions, ALiBi, dropout
+        and a ``q_offset (B,)`` count inside the sequence.
+
+    Returns
+    -------
+    out : array (Hq, total_q, dv)
+    lse : array (Hq, total_q)
+        With ``return_lse=True``.
+
+    Examples
+    --------
+    >>> import numpy as np, rawflash as rf
+    >>> q = k = v = np.ones((1, 5, 2))
+    >>> rf.attention_varlen(q, k, v, [0, 2, 5], [0, 2, 5]).shape
+    (1, 5, 2)
+    """
+    problem, x = check(
+        q, k, v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, direction="forward", **options
+    )
+    return _forward(problem, x)
+
+
+def attention_varlen_backward(
+    dout: Any, q: Any, k: Any, v: Any, o: Any, lse: Any, cu_seqlens_q: Any, cu_seqlens_k: Any, *,
+    dlse: Any = None, wrt: Sequence[str] = ("q", "k", "v"), **options: Unpack[Options],
+) -> tuple[Any, ...]:  # fmt: skip
+    """Gradients of :func:`attention_varlen`; arguments as in :func:`attention_backward`.
+
+    Returns
+    -------
+    tuple of array
+        One gradient per name in ``wrt``; rows outside every sequence are 0.
+    """
+    problem, x = check(
+        q, k, v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k,
+        dout=dout, o=o, lse=lse, dlse=dlse, wrt=wrt, direction="backward", **options,
+    )  # fmt: skip
+    return _backward(problem, x)
+
+
+def dropout_mask(p: float, seed: int, shape: tuple[int, int, int, int], like: Any = None) -> Any:
+    """The dropout mask that every backend applies.
+
+    Parameters
+    ----------
+    p : float
+        Probability of dropping, ``0 <= p < 1``.
+    seed : int
+        ``0 <= seed < 2**64``.
+    shape : (B, Hq, Tq, Tk)
+    like : array, optional
+        Its kind and device are those of the result; NumPy when left out.
+
+    Returns
+    -------
+    array of bool, shape (B, Hq, Tq, Tk)
+        True = kept: word ``j mod 4`` of Philox4x32-10 at counter ``(j div 4, i, h, b)`` is at
+        least ``floor(p * 2**32)``.
+
+    Examples
+    --------
+    >>> import rawflash as rf
+    >>> rf.dropout_mask(0.5, 0, (1, 1, 1, 4))
+    array([[[[False,  True,  True,  True]]]])
+    """
+    one = np.zeros((1, 1), np.float32)
+    check(one, one, one, dropout=p, seed=seed)
+    sizes = tuple(shape)
+    if len(sizes) != 4 or any(not isinstance(n, (int, np.integer)) or n < 0 for n in sizes):
+        raise ProblemError(f"shape is {shape!r}; expected four ints (B, Hq, Tq, Tk)")
+    mask = philox.dropout_mask(p, seed, sizes)
+    return mask if like is None else arrays.from_numpy(mask, arrays.kind_of(like))
+
+
+def merge_attention(outs: Sequence[Any], lses: Sequence[Any]) -> tuple[Any, Any]:
+    """Combine attention over disjoint sets of keys into attention over their union.
+
+    Parameters
+    ----------
+    outs : sequence of array (..., H, T, d)
+        Results of calls without dropout and sinks, layout "bhtd".
+    lses : sequence of array (..., H, T)
+        Their log-sum-exps (natural logarithm).
+
+    Returns
+    -------
+    out : array (..., H, T, d)
+        ``sum_n exp(lse_n - lse) out_n``, dtype of ``outs``.
+    lse : array (..., H, T)
+        ``log(sum_n exp(lse_n))``; -inf where every part is.
+
+    Notes
+    -----
+    Each part's call is given its own ``q_offset`` when the whole is causal, windowed or
+    ALiBi: ``j`` counts from the start of the part.
+
+    Examples
+    --------
+    >>> import numpy as np, rawflash as rf
+    >>> q = k = v = np.eye(4)
+    >>> halves = [rf.attention(q, k[s], v[s], return_lse=True) for s in (slice(0, 2), slice(2, 4))]
+    >>> out, lse = rf.merge_attention(*zip(*halves))
+    >>> np.allclose(out, rf.attention(q, k, v))
+    True
+    """
+    if len(outs) == 0 or len(outs) != len(lses):
+        raise ProblemError(f"outs has {len(outs)} entries and lses {len(lses)}; expected as many, at least one")
+    kind = arrays.kind_of(outs[0])
+    parts = [arrays.as_numpy("outs", part) for part in outs]
+    logs = [arrays.as_numpy("lses", part) for part in lses]
+    for part, log in zip(parts, logs, strict=True):
+        if part.shape != parts[0].shape or part.dtype != parts[0].dtype:
+            raise ProblemError(f"outs has an entry {part.dtype} {part.shape}; expected {parts[0].dtype} {parts[0].shape}")
+        if log.shape != part.shape[:-1]:
+            raise ProblemError(f"lses has shape {log.shape}; expected {part.shape[:-1]} to match outs")
+    compute = np.float64 if parts[0].dtype == np.float64 else np.float32
+    m = np.max(np.stack(logs), axis=0)  # NaN stays NaN
+    m = np.where(np.isneginf(m), 0.0, m).astype(compute)
+    weights = [np.exp(log.astype(compute) - m) for log in logs]
+    total = sum(weights)
+    with np.errstate(divide="ignore"):
+        lse = m + np.log(total)
+    safe = np.where(total == 0, 1, total)
+    # A part that saw no key has weight 0 and out 0; select, so that nothing else of it leaks in.
+    out = sum(np.where(w[..., None] == 0, 0, (w / safe)[..., None] * part) for w, part in zip(weights, parts, strict=True))
+    merged = np.asarray(out).astype(parts[0].dtype)
+    return arrays.from_numpy(merged, kind), arrays.from_numpy(np.asarray(lse, dtype=compute), kind)
+
+
+def _forward(problem: Problem, x: Operands) -> Any:
+    """Look up, plan, launch; give back ``out`` or ``(out, lse)``."""
+    kernel, chip = lookup(problem, "forward")
+    tiles = plan_tiles(problem, chip, "forward")
+    result = arrays.Result(problem, x)
+    kernel(problem, tiles, x, result.canonical("out"), result.canonical("lse"))
+    out = result.give("out")
+    return (out, result.give("lse")) if x.return_lse else out
+
+
+def _backward(problem: Problem, x: Operands) -> tuple[Any, ...]:
+    """Look up, plan, launch; give back the gradients in the order of ``wrt``."""
+    kernel, chip = lookup(problem, "backward")
+    tiles = plan_tiles(problem, chip, "backward")
+    result = arrays.Result(problem, x)
+    names = {"q", "k", "v", *x.wrt}
+    kernel(problem, tiles, x, {name: result.canonical(name) for name in sorted(names)})
+    return tuple(result.give(name) for name in x.wrt)

@@ -1,0 +1,101 @@
+"""The table of backends, and the one look-up from a problem to its kernel.
+
+A backend is a folder with the same four files, ``fa1_forward``, ``fa1_backward``,
+``fa2_forward`` and ``fa2_backward`` (numpy_tiled also ``standard_*`` and ``rowwise_*``), each
+holding one function of the file's name:
+
+* forward: ``kernel(problem, tiles, operands, out, lse)``;
+* backward: ``kernel(problem, tiles, operands, grads)``, ``grads`` a dict by name.
+
+The module of a backend is imported when it is first asked for, not before.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from rawflash.errors import BackendError
+from rawflash.hardware import Chip, chip_of
+from rawflash.problem import Problem
+
+
+@dataclass(frozen=True)
+class Backend:
+    """One row of :data:`BACKENDS`.
+
+    Attributes
+    ----------
+    module : str or None
+        Where its kernels are; None: not in this version of rawflash.
+    algorithms : tuple of str
+        What it has.
+    runs_on : str
+        The arrays it takes, in words.
+    instead : str
+        What to do when it is not there.
+    """
+
+    module: str | None
+    algorithms: tuple[str, ...]
+    runs_on: str
+    instead: str
+
+
+BACKENDS = {
+    "numba_cpu": Backend("rawflash.backends.numba_cpu", ("fa1", "fa2"), "CPU arrays", "pip install numba"),
+    "numpy_tiled": Backend(
+        "rawflash.backends.numpy_tiled", ("standard", "rowwise", "fa1", "fa2"), "CPU arrays", "pip install numpy"
+    ),
+    "cupy_raw": Backend(None, ("fa1", "fa2"), "NVIDIA GPU arrays", "use 'numba_cpu' or 'numpy_tiled' on CPU arrays"),
+    "numba_cuda": Backend(None, ("fa1", "fa2"), "NVIDIA GPU arrays", "use 'numba_cpu' or 'numpy_tiled' on CPU arrays"),
+}
+
+
+def unavailable(name: str, why: str) -> BackendError:
+    """The error for a backend that cannot take a call."""
+    row = BACKENDS[name]
+    here = "is not in this version of rawflash" if row.module is None else f"takes {row.runs_on}"
+    return BackendError(f"backend {name!r} {here} ({why}); {row.instead}")
+
+
+def lookup(problem: Problem, direction: str) -> tuple[Callable[..., None], Chip]:
+    """The kernel for a problem and the chip that it runs on.
+
+    Parameters
+    ----------
+    problem : Problem
+    direction : {"forward", "backward"}
+
+    Raises
+    ------
+    BackendError
+        The backend cannot load, or has no such algorithm; the message says who has it.
+    """
+    row = BACKENDS[problem.backend]
+    if row.module is None:
+        raise unavailable(problem.backend, "no kernels")
+    if problem.algorithm not in row.algorithms:
+        having = [name for name, other in BACKENDS.items() if problem.algorithm in other.algorithms and other.module]
+        raise BackendError(
+            f"backend {problem.backend!r} has no algorithm {problem.algorithm!r}; {', '.join(having)} has it"
+        )
+    name = f"{problem.algorithm}_{direction}"
+    try:
+        module = importlib.import_module(f"{row.module}.{name}")
+    except ImportError as error:
+        raise BackendError(f"backend {problem.backend!r} cannot load: {error}; {row.instead}") from error
+    return getattr(module, name), chip_of(problem.backend)
+
+
+def why_not(name: str) -> str | None:
+    """Why a backend cannot run here, or None when it can."""
+    row = BACKENDS[name]
+    if row.module is None:
+        return str(unavailable(name, "no kernels"))
+    try:
+        importlib.import_module(row.module)
+    except ImportError as error:
+        return f"{error}; {row.instead}"
+    return None

@@ -1,0 +1,215 @@
+"""What a kernel reads, and the threads that run it.
+
+A kernel is an ``@njit(nogil=True)`` function that takes pieces of work from a shared counter until
+none is left. Several Python threads run it side by side: nothing is compiled for a threading layer,
+concurrent callers are safe, and a piece of work gives the same bits on whichever thread it lands.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numba
+import numpy as np
+
+from rawflash import masks, philox
+from rawflash.backends.numba_cpu import numerics
+from rawflash.problem import Operands, Problem
+from rawflash.tiling import Tiles
+
+STORAGE = {
+    "float32": numerics.FLOAT32,
+    "float64": numerics.FLOAT64,
+    "float16": numerics.FLOAT16,
+    "bfloat16": numerics.BFLOAT16,
+}
+ABSENT = -1  # storage code of an operand that was not passed
+
+
+class View(NamedTuple):
+    """A user array by address: element (b, h, t, x) lies ``b * batch + h * head + t * row + x`` elements on."""
+
+    address: int
+    code: int
+    itemsize: int
+    batch: int
+    head: int
+    row: int
+
+
+class Scores(NamedTuple):
+    """An array over (b, h, i, j) by address and *byte* strides, 0 along axes that broadcast."""
+
+    address: int
+    code: int
+    b: int
+    h: int
+    i: int
+    j: int
+
+
+class Sizes(NamedTuple):
+    """Extents and integer options of a call."""
+
+    B: int
+    Hq: int
+    Hkv: int
+    Tq: int
+    Tk: int
+    d: int
+    dv: int
+    br: int
+    bc: int
+    band_lower: int
+    band_upper: int
+    keep_threshold: int  # dropout keeps words >= this; 0 = no dropout
+    seed_low: int
+    seed_high: int
+    program_depth: int  # booleans that the mask program holds at once; 0 = no program
+
+
+class Reals(NamedTuple):
+    """Real options of a call."""
+
+    scale: float
+    softcap: float  # 0 = none
+    keep_scale: float  # 1 / (1 - dropout)
+
+
+class Call(NamedTuple):
+    """Everything that the kernels read beside q, k, v; see :func:`describe`."""
+
+    size: Sizes
+    real: Reals
+    q: View
+    k: View
+    v: View
+    bias: Scores
+    slopes: np.ndarray  # float64 (B, Hq); (0, 0) when there is no ALiBi
+    sinks: np.ndarray  # float64 (Hq,); (0,) when there are none
+    q_starts: np.ndarray
+    k_starts: np.ndarray
+    q_offset: np.ndarray
+    q_lengths: np.ndarray
+    kv_lengths: np.ndarray
+    program: np.ndarray  # int64 (instructions, columns), the mask in postfix order
+
+
+def view(array: np.ndarray) -> View:
+    """A canonical array ``(S, H, T, width)`` by address; with S = 1 the batch index is ignored."""
+    batch, head, row, _ = (stride // array.itemsize for stride in array.strides)
+    slots = array.shape[0]
+    return View(
+        array.ctypes.data, STORAGE[array.dtype.name], array.itemsize, batch if slots > 1 else 0, head, row
+    )
+
+
+def _scores(array: np.ndarray | None) -> Scores:
+    if array is None:
+        return Scores(0, ABSENT, 0, 0, 0, 0)
+    strides = (s if n > 1 else 0 for s, n in zip(array.strides, array.shape, strict=True))
+    return Scores(array.ctypes.data, STORAGE[array.dtype.name], *strides)
+
+
+PROGRAM_COLUMNS = 8
+
+
+def _program(mask: masks.Mask | None) -> tuple[np.ndarray, int, list[np.ndarray]]:
+    """The mask as rows ``[code, operands..., addresses...]``, its stack depth, and the arrays to keep alive."""
+    if mask is None:
+        return np.zeros((0, PROGRAM_COLUMNS), np.int64), 0, []
+    rows, keep, depth, deepest = [], [], 0, 0
+    for step in mask.program():
+        row = [step.code, *step.operands, *(array.ctypes.data for array in step.arrays)]
+        rows.append(row + [0] * (PROGRAM_COLUMNS - len(row)))
+        keep.extend(step.arrays)
+        depth += -1 if step.code in (masks.OP_AND, masks.OP_OR) else 1
+        deepest = max(deepest, depth)
+    return np.array(rows, np.int64), deepest, keep
+
+
+def describe(problem: Problem, tiles: Tiles, x: Operands) -> tuple[Call, list[np.ndarray]]:
+    """The record that kernels read, and arrays that must outlive the launch."""
+    program, depth, keep = _program(x.visibility.mask)
+    lower, upper = x.visibility.band.bounds()
+    size = Sizes(
+        problem.B, problem.Hq, problem.Hkv, problem.Tq, problem.Tk, problem.d, problem.dv, tiles.br, tiles.bc,
+        lower, upper, philox.threshold(problem.dropout), problem.seed & 0xFFFFFFFF, problem.seed >> 32, depth,
+    )  # fmt: skip
+    call = Call(
+        size=size,
+        real=Reals(problem.scale, problem.softcap or 0.0, 1.0 / (1.0 - problem.dropout)),
+        q=view(x.q), k=view(x.k), v=view(x.v),
+        bias=_scores(x.bias),
+        slopes=np.zeros((0, 0)) if x.alibi_slopes is None else x.alibi_slopes,
+        sinks=np.zeros(0) if x.sinks is None else x.sinks.astype(np.float64),
+        q_starts=x.q_starts, k_starts=x.k_starts,
+        q_offset=np.ascontiguousarray(x.visibility.q_offset),
+        q_lengths=np.ascontiguousarray(x.visibility.q_lengths),
+        kv_lengths=np.ascontiguousarray(x.visibility.kv_lengths),
+        program=program,
+    )  # fmt: skip
+    return call, keep
+
+
+_pool: ThreadPoolExecutor | None = None
+_pool_lock = threading.Lock()
+
+
+def _threads() -> ThreadPoolExecutor:
+    global _pool
+    with _pool_lock:
+        if _pool is None:
+            _pool = ThreadPoolExecutor(max(1, numba.config.NUMBA_NUM_THREADS), "rawflash")
+        return _pool
+
+
+def _forget_pool() -> None:
+    """A forked child has the pool's object but none of its threads."""
+    global _pool
+    _pool = None
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_pool)
+
+
+def run(kernel: Callable[..., None], pieces: int, *arguments: Any) -> None:
+    """Run ``kernel(counter, worker, *arguments)`` on as many threads as Numba may use.
+
+    Each thread claims pieces ``0 .. pieces - 1`` from ``counter[0]`` until none is left. ``worker``
+    numbers the threads from 0.
+    """
+    workers = min(numba.get_num_threads(), pieces)
+    counter = np.zeros(1, np.int64)
+    others = [_threads().submit(kernel, counter, n, *arguments) for n in range(1, workers)]
+    try:
+        if workers > 0:
+            kernel(counter, 0, *arguments)
+    finally:
+        for other in others:
+            other.result()
+
+
+def source_stamp() -> str:
+    """A digest of this folder's sources and the register tile.
+
+    Numba's disk cache looks at the file of a kernel but not at the files of the functions it
+    calls; kernels close over this stamp, which puts it into their cache key.
+    """
+    digest = hashlib.sha256(repr((numba.__version__, _register_tile())).encode())
+    for path in sorted(Path(__file__).parent.glob("*.py")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def _register_tile() -> Any:
+    from rawflash.backends.numba_cpu import microkernel
+
+    return microkernel.SHAPE

@@ -1,0 +1,640 @@
+"""The one validator: every call of the public functions is checked here, once.
+
+:func:`check` turns the arguments of a call into two records:
+
+* :class:`Problem`: what is asked, as numbers and names only; frozen and hashable, so that
+  it can be the key of a cache of specialised kernels and be printed to explain a call;
+* :class:`Operands`: the arrays, as views in one canonical form that every backend reads.
+
+Nothing is allocated, compiled or written before both exist.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+from dataclasses import dataclass, field
+from typing import Any, TypedDict
+
+import numpy as np
+
+from rawflash import arrays, masks
+from rawflash.errors import ProblemError
+
+DTYPES = ("float16", "bfloat16", "float32", "float64")
+ALGORITHMS = ("standard", "rowwise", "fa1", "fa2")
+BACKENDS = ("cupy_raw", "numba_cuda", "numba_cpu", "numpy_tiled")
+LAYOUTS = ("bhtd", "bthd")
+GRADIENTS = ("q", "k", "v", "bias", "sinks")
+
+
+class Options(TypedDict, total=False):
+    """The keyword options that every attention function takes; contract, section 2.
+
+    ``B`` batch, ``Hq`` query heads, ``Tq``/``Tk`` query and key lengths, ``i``/``j`` query row
+    and key. On a score, in this order: ``s = scale * q.k``, softcap, ``+ bias``, ``+ alibi``,
+    masking, softmax, dropout.
+
+    Attributes
+    ----------
+    mask : array of bool, or Mask
+        Broadcastable to ``(B, Hq, Tq, Tk)``, True = attend; or a :mod:`rawflash.masks` object.
+    causal : bool
+        Key ``j`` is visible to query ``i`` iff ``j <= i + q_offset``.
+    window : (left, right)
+        Each an int >= 0 or None: ``i + q_offset - left <= j <= i + q_offset + right``.
+    q_offset : int or int array (B,)
+        Position of query row 0 on the key axis. None: ``kv_length_b - q_length_b``, the
+        lower-right alignment; 0 is the upper-left one.
+    q_lengths, kv_lengths : int array (B,)
+        Rows and keys past them are padding: never read, results 0 (lse -inf).
+    bias : float array
+        Broadcastable to ``(B, Hq, Tq, Tk)``, dtype of ``q`` or float32; ``-inf`` hides the key.
+    alibi_slopes : float array (Hq,) or (B, Hq)
+        Adds ``-slope * abs(i + q_offset - j)``.
+    softcap : float
+        ``c > 0``: scores become ``c * tanh(scores / c)``.
+    sinks : float array (Hq,)
+        Logits that join the softmax's denominator and no value; dtype of ``q`` or float32.
+    dropout, seed : float, int
+        Probability of dropping, ``0 <= dropout < 1``; ``0 <= seed < 2**64``.
+    scale : float
+        None: ``1 / sqrt(d)``.
+    layout : str
+        "bhtd" or "bthd", for q, k, v, out and their gradients.
+    algorithm : str
+        "standard", "rowwise", "fa1" or "fa2".
+    backend : str
+        "cupy_raw", "numba_cuda", "numba_cpu" or "numpy_tiled"; None picks by the arrays.
+    deterministic : bool
+        True: two runs give the same bits.
+    out : array
+        Where the forward result is written.
+    return_lse : bool
+        Also return the log-sum-exp (natural logarithm).
+    sram : int
+        On-chip bytes per block that tiles may use; None asks the device.
+    """
+
+    mask: Any
+    causal: bool
+    window: tuple[int | None, int | None] | None
+    q_offset: Any
+    q_lengths: Any
+    kv_lengths: Any
+    bias: Any
+    alibi_slopes: Any
+    softcap: float | None
+    sinks: Any
+    dropout: float
+    seed: int
+    scale: float | None
+    layout: str
+    algorithm: str
+    backend: str | None
+    deterministic: bool
+    out: Any
+    return_lse: bool
+    sram: int | None
+
+
+_FORWARD_ONLY = ("out", "return_lse")
+_NOT_VARLEN = ("mask", "bias", "q_lengths", "kv_lengths")
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What one call asks for, without its arrays.
+
+    ``Tq`` and ``Tk`` are the longest sequence when ``varlen``. Presence flags and structure
+    stand for arrays: ``mask`` is the structure of the mask object, ``bias`` the four axis
+    lengths of the bias (1 where it broadcasts).
+    """
+
+    B: int = 1
+    Hq: int = 1
+    Hkv: int = 1
+    Tq: int = 1
+    Tk: int = 1
+    d: int = 1
+    dv: int = 1
+    dtype: str = "float32"
+    scale: float = 1.0
+    causal: bool = False
+    window: tuple[int | None, int | None] | None = None
+    mask: str | None = None
+    ragged: bool = False
+    varlen: bool = False
+    bias: tuple[int, int, int, int] | None = None
+    alibi: bool = False
+    softcap: float | None = None
+    sinks: bool = False
+    dropout: float = 0.0
+    seed: int = 0
+    layout: str = "bhtd"
+    algorithm: str = "fa2"
+    backend: str = "numba_cpu"
+    deterministic: bool = False
+    sram: int | None = None
+
+    @property
+    def group(self) -> int:
+        """Query heads that share one key/value head."""
+        return self.Hq // self.Hkv
+
+    @property
+    def compute_dtype(self) -> str:
+        """What products accumulate in: float32, or float64 for float64 input."""
+        return "float64" if self.dtype == "float64" else "float32"
+
+    @property
+    def band(self) -> masks.Band:
+        """``causal`` and ``window`` as one band."""
+        left, right = self.window if self.window is not None else (None, None)
+        band = masks.SlidingWindow(left, right)
+        combined = band & masks.Causal() if self.causal else band
+        assert isinstance(combined, masks.Band)  # two bands are one band
+        return combined
+
+
+@dataclass(eq=False)
+class Operands:
+    """The arrays of one call in canonical form: NumPy views, head axis before rows.
+
+    ``q (S, Hq, Tq, d)``, ``k (S, Hkv, Tk, d)``, ``v (S, Hkv, Tk, dv)``; likewise ``dout`` and
+    ``o`` (as ``out``), ``lse`` and ``dlse (S, Hq, Tq)``. ``S`` is ``B``, or 1 for varlen, where all
+    sequences lie behind each other on the row axis from ``q_starts[b]`` and ``k_starts[b]``.
+    Use :meth:`rows` to take one head of one sequence.
+    """
+
+    q: np.ndarray
+    k: np.ndarray
+    v: np.ndarray
+    visibility: masks.Visibility
+    q_starts: np.ndarray
+    k_starts: np.ndarray
+    packed: bool
+    kind: str
+    user_shapes: dict[str, tuple[int, ...]]
+    layout: str
+    dout: np.ndarray | None = None
+    o: np.ndarray | None = None
+    lse: np.ndarray | None = None
+    dlse: np.ndarray | None = None
+    bias: np.ndarray | None = None  # four axes, length 1 where it broadcasts
+    alibi_slopes: np.ndarray | None = None  # float64 (B, Hq)
+    sinks: np.ndarray | None = None  # (Hq,)
+    out: Any = None
+    return_lse: bool = False
+    wrt: tuple[str, ...] = ("q", "k", "v")
+    copied: list[str] = field(default_factory=list)  # arguments whose last axis was not contiguous
+
+    def rows(self, array: np.ndarray, b: int, h: int, side: str) -> np.ndarray:
+        """Rows of sequence ``b``, head ``h``: a view ``(T, ...)`` without the padding.
+
+        ``side`` is "q" for arrays with query rows, "k" for arrays with key rows.
+        """
+        if side == "q":
+            start, length = self.q_starts[b], self.visibility.q_lengths[b]
+        else:
+            start, length = self.k_starts[b], self.visibility.kv_lengths[b]
+        return array[0 if self.packed else b, h, start : start + length]
+
+
+def _fail(name: str, value: object, rule: str) -> ProblemError:
+    return ProblemError(f"{name} is {value!r}; expected {rule}")
+
+
+def _integer(name: str, value: Any, low: int, high: int | None, rule: str) -> int:
+    if isinstance(value, (bool, np.bool_)) or not isinstance(value, (int, np.integer)):
+        raise _fail(name, value, rule)
+    if value < low or (high is not None and value >= high):
+        raise _fail(name, value, rule)
+    return int(value)
+
+
+def _real(name: str, value: Any, rule: str) -> float:
+    if isinstance(value, (bool, np.bool_)) or not isinstance(value, (int, float, np.integer, np.floating)):
+        raise _fail(name, value, rule)
+    if not math.isfinite(value):
+        raise _fail(name, value, rule)
+    return float(value)
+
+
+def _flag(name: str, value: Any) -> bool:
+    if not isinstance(value, (bool, np.bool_)):
+        raise _fail(name, value, "True or False")
+    return bool(value)
+
+
+def _choice(name: str, value: Any, choices: tuple[str, ...]) -> str:
+    if value not in choices:
+        raise _fail(name, value, "one of " + ", ".join(repr(c) for c in choices))
+    return value
+
+
+def _per_batch(name: str, value: Any, batch: int) -> np.ndarray:
+    """An int array (B,) from a host array or a list."""
+    array = np.asarray(value) if isinstance(value, (list, tuple)) else arrays.as_numpy(name, value)
+    if array.size == 0:  # an empty list is float64 to NumPy
+        array = array.astype(np.int64)
+    if array.dtype.kind not in "iu":
+        raise ProblemError(f"{name} has dtype {array.dtype}; expected integers")
+    if array.shape != (batch,):
+        raise ProblemError(f"{name} has shape {array.shape}; expected (B,) = ({batch},)")
+    return np.ascontiguousarray(array, dtype=np.int64)
+
+
+def _lengths(name: str, value: Any, batch: int, longest: int) -> np.ndarray:
+    if value is None:
+        return np.full(batch, longest, np.int64)
+    lengths = _per_batch(name, value, batch)
+    if ((lengths < 0) | (lengths > longest)).any():
+        raise ProblemError(f"{name} is {lengths.tolist()}; expected every entry between 0 and {longest}")
+    return lengths
+
+
+def _cu_seqlens(name: str, value: Any, total: int, of: str) -> np.ndarray:
+    array = np.asarray(value) if isinstance(value, (list, tuple)) else arrays.as_numpy(name, value)
+    if array.dtype.kind not in "iu":
+        raise ProblemError(f"{name} has dtype {array.dtype}; expected integers")
+    if array.ndim != 1 or len(array) < 1:
+        raise ProblemError(f"{name} has shape {array.shape}; expected (B + 1,)")
+    offsets = np.ascontiguousarray(array, dtype=np.int64)
+    if (np.diff(offsets) < 0).any():
+        raise ProblemError(f"{name} is {offsets.tolist()}; expected a sequence that never falls")
+    if offsets[0] < 0 or offsets[-1] > total:
+        raise ProblemError(f"{name} is {offsets.tolist()}; expected values between 0 and {total}, the rows of {of}")
+    return offsets
+
+
+def _shown(shape: tuple[int | None, ...]) -> str:
+    inner = ", ".join("*" if size is None else str(size) for size in shape)
+    return f"({inner},)" if len(shape) == 1 else f"({inner})"
+
+
+def _expect(name: str, shape: tuple[int, ...], wanted: tuple[int | None, ...], why: str) -> None:
+    if len(shape) != len(wanted) or any(w is not None and s != w for s, w in zip(shape, wanted, strict=True)):
+        raise ProblemError(f"{name} has shape {shape}; expected {_shown(wanted)} {why}")
+
+
+class _Canonical:
+    """Reads arguments of one call into canonical views, remembering what was copied."""
+
+    def __init__(self, layout: str, dims: int, lead: tuple[int, ...]) -> None:
+        self.layout, self.dims, self.lead = layout, dims, lead
+        self.copied: list[str] = []
+
+    def user_shape(self, heads: int | None, rows: int | None, width: int | None) -> tuple[int | None, ...]:
+        """The shape that an argument must have in the user's layout."""
+        if self.dims == 2:
+            return (rows, width)
+        tail = (heads, rows, width) if self.layout == "bhtd" else (rows, heads, width)
+        return (*self.lead, *tail)
+
+    def take(self, name: str, array: np.ndarray) -> np.ndarray:
+        """View ``(S, H, T, width)``; one copy if the last axis is not contiguous."""
+        itemsize = array.dtype.itemsize
+        strided = array.shape[-1] > 1 and array.strides[-1] != itemsize
+        ragged_strides = any(s % itemsize for s in array.strides)
+        if strided or ragged_strides or not array.flags.aligned or not array.dtype.isnative:
+            array = np.ascontiguousarray(array, dtype=array.dtype.newbyteorder("="))
+            self.copied.append(name)
+        view = arrays.heads_first(array, self.layout)
+        if view.size and not np.may_share_memory(view, array):
+            self.copied.append(name)
+        return view
+
+
+def _numpy_float(name: str, value: Any) -> np.ndarray:
+    array = arrays.as_numpy(name, value)
+    if array.dtype.name not in DTYPES:
+        raise ProblemError(f"{name} has dtype {array.dtype}; expected one of {', '.join(DTYPES)}")
+    return array
+
+
+def _check_same_device(named: dict[str, Any], gpu: bool, kind: str) -> None:
+    for name, value in named.items():
+        if value is None or isinstance(value, (int, float, list, tuple, masks.Mask)):
+            continue
+        if arrays.on_gpu(value) != gpu:
+            here, there = ("GPU", "CPU") if gpu else ("CPU", "GPU")
+            raise ProblemError(f"{name} is a {there} array and q a {here} array; expected all arrays on one device")
+
+
+def check(
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    cu_seqlens_q: Any = None,
+    cu_seqlens_k: Any = None,
+    dout: Any = None,
+    o: Any = None,
+    lse: Any = None,
+    dlse: Any = None,
+    wrt: Any = None,
+    direction: str = "forward",
+    **options: Any,
+) -> tuple[Problem, Operands]:
+    """Check a call and bring its arguments into canonical form.
+
+    Parameters
+    ----------
+    q, k, v : array
+        As the public functions take them.
+    cu_seqlens_q, cu_seqlens_k : int array (B + 1,), optional
+        Given for varlen calls, both or neither.
+    dout, o, lse, dlse : array, optional
+        What the backward functions take.
+    wrt : sequence of str, optional
+        Gradients asked for, in order.
+    direction : {"forward", "backward"}
+        Which function was called: it decides which options are legal.
+    **options
+        See :class:`Options`.
+
+    Returns
+    -------
+    problem : Problem
+    operands : Operands
+
+    Raises
+    ------
+    ProblemError
+        Naming the argument, its value and the rule.
+    """
+    known = Options.__annotations__
+    for name in options:
+        if name not in known:
+            close = difflib.get_close_matches(name, known, n=1)
+            hint = f"; did you mean {close[0]!r}?" if close else f"; expected one of {', '.join(known)}"
+            raise ProblemError(f"unknown option {name!r}{hint}")
+    varlen = cu_seqlens_q is not None or cu_seqlens_k is not None
+    backward = direction == "backward"
+    for name in options:
+        if backward and name in _FORWARD_ONLY:
+            raise ProblemError(f"{name} is not an option of the backward functions; expected it in the forward call")
+        if varlen and name in _NOT_VARLEN and options[name] is not None:
+            raise ProblemError(f"{name} is not accepted with cu_seqlens; expected None")
+
+    def option(name: str, default: Any = None) -> Any:
+        return options.get(name, default)
+
+    # Choices and numbers: no array is touched yet.
+    layout = _choice("layout", option("layout", "bhtd"), LAYOUTS)
+    algorithm = _choice("algorithm", option("algorithm", "fa2"), ALGORITHMS)
+    backend = option("backend")
+    if backend is not None:
+        _choice("backend", backend, BACKENDS)
+    causal = _flag("causal", option("causal", False))
+    deterministic = _flag("deterministic", option("deterministic", False))
+    return_lse = _flag("return_lse", option("return_lse", False))
+    window = _window(option("window"))
+    softcap = option("softcap")
+    if softcap is not None:
+        softcap = _real("softcap", softcap, "a finite number > 0, or None")
+        if softcap <= 0:
+            raise _fail("softcap", softcap, "a finite number > 0, or None")
+    dropout = _real("dropout", option("dropout", 0.0), "a number p with 0 <= p < 1")
+    if not 0 <= dropout < 1:
+        raise _fail("dropout", dropout, "a number p with 0 <= p < 1")
+    seed = _integer("seed", option("seed", 0), 0, 2**64, "an int with 0 <= seed < 2**64")
+    scale = option("scale")
+    if scale is not None:
+        scale = _real("scale", scale, "a finite number, or None for 1 / sqrt(d)")
+    sram = option("sram")
+    if sram is not None:
+        sram = _integer("sram", sram, 1, None, "a positive int (bytes), or None")
+
+    # q, k, v: one device, one dtype, matching shapes.
+    gpu = arrays.on_gpu(q)
+    named = {"k": k, "v": v, "dout": dout, "o": o, "lse": lse, "dlse": dlse, "out": option("out")}
+    named |= {name: option(name) for name in ("mask", "bias", "sinks", "alibi_slopes", "q_lengths", "kv_lengths")}
+    named |= {"q_offset": option("q_offset"), "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
+    _check_same_device(named, gpu, arrays.kind_of(q))
+    if gpu:
+        raise _gpu_not_here(backend)
+    if backend in ("cupy_raw", "numba_cuda"):
+        raise _host_array_for_gpu_backend(backend)
+    if backend is None:
+        backend = "numba_cpu" if algorithm in ("fa1", "fa2") else "numpy_tiled"
+    q_user, k_user, v_user = (_numpy_float(n, a) for n, a in (("q", q), ("k", k), ("v", v)))
+    dtype = q_user.dtype.name
+    for name, array in (("k", k_user), ("v", v_user)):
+        if array.dtype.name != dtype:
+            raise ProblemError(f"{name} has dtype {array.dtype}; expected {dtype} to match q")
+
+    dims = q_user.ndim
+    if varlen and dims != 3:
+        form = "(Hq, total_q, d)" if layout == "bhtd" else "(total_q, Hq, d)"
+        raise ProblemError(f"q has shape {q_user.shape}; expected {form} with cu_seqlens")
+    if dims < 2:
+        raise ProblemError(f"q has shape {q_user.shape}; expected at least two axes (Tq, d)")
+    lead = q_user.shape[:-3] if dims > 3 else ()
+    form = _Canonical(layout, dims, lead)
+    for name, array in (("k", k_user), ("v", v_user)):
+        if array.ndim != dims:
+            raise ProblemError(f"{name} has shape {array.shape}; expected {dims} axes to match q of shape {q_user.shape}")
+    _expect("k", k_user.shape, form.user_shape(None, None, q_user.shape[-1]), "to match q")
+    _expect("v", v_user.shape, form.user_shape(None, None, None), "to match q")
+    q4, k4, v4 = form.take("q", q_user), form.take("k", k_user), form.take("v", v_user)
+    (slots, heads_q, rows_q, d), (_, heads_kv, rows_k, _), dv = q4.shape, k4.shape, v4.shape[-1]
+    if d < 1 or dv < 1:
+        raise ProblemError(f"{'q' if d < 1 else 'v'} has a head dimension of 0; expected at least 1")
+    _expect("v", v_user.shape, form.user_shape(heads_kv, rows_k, None), "to match k")
+    if heads_kv < 1 or heads_q < 1 or heads_q % heads_kv:
+        raise ProblemError(
+            f"q has {heads_q} heads and k has {heads_kv}; expected q's to be a positive multiple of k's"
+        )
+
+    # Lengths and offsets.
+    if varlen:
+        cu_q = _cu_seqlens("cu_seqlens_q", [] if cu_seqlens_q is None else cu_seqlens_q, rows_q, "q")
+        cu_k = _cu_seqlens("cu_seqlens_k", [] if cu_seqlens_k is None else cu_seqlens_k, rows_k, "k")
+        if len(cu_q) != len(cu_k):
+            raise ProblemError(
+                f"cu_seqlens_k has shape {cu_k.shape}; expected {cu_q.shape} to match cu_seqlens_q"
+            )
+        batch = len(cu_q) - 1
+        q_starts, k_starts, q_lengths, kv_lengths = cu_q[:-1], cu_k[:-1], np.diff(cu_q), np.diff(cu_k)
+        longest_q, longest_k = int(q_lengths.max(initial=0)), int(kv_lengths.max(initial=0))
+    else:
+        batch, longest_q, longest_k = slots, rows_q, rows_k
+        q_starts = k_starts = np.zeros(batch, np.int64)
+        q_lengths = _lengths("q_lengths", option("q_lengths"), batch, rows_q)
+        kv_lengths = _lengths("kv_lengths", option("kv_lengths"), batch, rows_k)
+    q_offset = _q_offset(option("q_offset"), batch, q_lengths, kv_lengths)
+
+    # Arrays beside q, k, v.
+    shape = (batch, heads_q, longest_q, longest_k)
+    mask = _mask(option("mask"), shape)
+    bias, bias_shape = _bias(option("bias"), shape, dtype)
+    slopes = _alibi(option("alibi_slopes"), batch, heads_q)
+    sinks = _sinks(option("sinks"), heads_q, dtype)
+    wrt = _wrt(wrt, bias is not None, sinks is not None)
+    out_shape = tuple(int(n) for n in form.user_shape(heads_q, rows_q, dv))  # type: ignore[arg-type]
+    lse_shape = (rows_q,) if dims == 2 else (heads_q, rows_q) if dims == 3 else (*lead, heads_q, rows_q)
+    out = option("out")
+    if out is not None:
+        _check_out(out, out_shape, dtype, arrays.kind_of(q))
+
+    problem = Problem(
+        B=batch, Hq=heads_q, Hkv=heads_kv, Tq=longest_q, Tk=longest_k, d=d, dv=dv, dtype=dtype,
+        scale=1.0 / math.sqrt(d) if scale is None else scale,
+        causal=causal, window=window, mask=None if mask is None else mask.kind,
+        ragged=option("q_lengths") is not None or option("kv_lengths") is not None,
+        varlen=varlen, bias=None if bias is None else bias.shape, alibi=slopes is not None,
+        softcap=softcap, sinks=sinks is not None, dropout=dropout, seed=seed, layout=layout,
+        algorithm=algorithm, backend=backend, deterministic=deterministic, sram=sram,
+    )  # fmt: skip
+    operands = Operands(
+        q=q4, k=k4, v=v4,
+        visibility=masks.Visibility(problem.band, mask, q_offset, q_lengths, kv_lengths),
+        q_starts=np.ascontiguousarray(q_starts), k_starts=np.ascontiguousarray(k_starts),
+        packed=varlen, kind=arrays.kind_of(q), layout=layout,
+        user_shapes={"q": q_user.shape, "k": k_user.shape, "v": v_user.shape, "out": out_shape, "lse": lse_shape},
+        bias=bias, alibi_slopes=slopes, sinks=sinks,
+        out=out, return_lse=return_lse, wrt=wrt,
+    )  # fmt: skip
+    if bias_shape is not None:
+        operands.user_shapes["bias"] = bias_shape
+    if backward:
+        _gradients(operands, form, dout=dout, o=o, lse=lse, dlse=dlse, dtype=dtype)
+    operands.copied = form.copied
+    return problem, operands
+
+
+def _window(window: Any) -> tuple[int | None, int | None] | None:
+    if window is None:
+        return None
+    rule = "None or a pair (left, right), each an int >= 0 or None"
+    if not isinstance(window, (tuple, list)) or len(window) != 2:
+        raise _fail("window", window, rule)
+    sides = [None if side is None else _integer("window", side, 0, None, rule) for side in window]
+    return sides[0], sides[1]
+
+
+def _q_offset(value: Any, batch: int, q_lengths: np.ndarray, kv_lengths: np.ndarray) -> np.ndarray:
+    if value is None:
+        return kv_lengths - q_lengths
+    if isinstance(value, (int, np.integer)):
+        offset = _integer("q_offset", value, -masks.UNBOUNDED // 2, masks.UNBOUNDED // 2, "an int or an int array (B,)")
+        return np.full(batch, offset, np.int64)
+    if isinstance(value, float):
+        raise _fail("q_offset", value, "an int or an int array (B,)")
+    return _per_batch("q_offset", value, batch)
+
+
+def _mask(value: Any, shape: tuple[int, int, int, int]) -> masks.Mask | None:
+    if value is None:
+        return None
+    mask = value if isinstance(value, masks.Mask) else masks.Dense(arrays.as_numpy("mask", value))
+    mask.check(shape)
+    return mask
+
+
+def _check_side_dtype(name: str, array: np.ndarray, dtype: str) -> None:
+    if array.dtype.name not in (dtype, "float32"):
+        wanted = dtype if dtype == "float32" else f"{dtype} or float32"
+        raise ProblemError(f"{name} has dtype {array.dtype}; expected {wanted} to go with q")
+
+
+def _bias(
+    value: Any, shape: tuple[int, int, int, int], dtype: str
+) -> tuple[np.ndarray | None, tuple[int, ...] | None]:
+    if value is None:
+        return None, None
+    array = arrays.as_numpy("bias", value)
+    _check_side_dtype("bias", array, dtype)
+    fits = array.ndim <= 4 and all(
+        have in (1, want) for have, want in zip(reversed(array.shape), reversed(shape), strict=False)
+    )
+    if not fits:
+        raise ProblemError(f"bias has shape {array.shape}; expected broadcastable to (B, Hq, Tq, Tk) = {shape}")
+    return array.reshape((1,) * (4 - array.ndim) + array.shape), array.shape
+
+
+def _alibi(value: Any, batch: int, heads: int) -> np.ndarray | None:
+    if value is None:
+        return None
+    array = np.asarray(value) if isinstance(value, (list, tuple)) else arrays.as_numpy("alibi_slopes", value)
+    if array.dtype.kind != "f" and array.dtype.name != "bfloat16":
+        raise ProblemError(f"alibi_slopes has dtype {array.dtype}; expected floats")
+    if array.shape not in ((heads,), (batch, heads)):
+        raise ProblemError(f"alibi_slopes has shape {array.shape}; expected ({heads},) or ({batch}, {heads})")
+    return np.ascontiguousarray(np.broadcast_to(array, (batch, heads)), dtype=np.float64)
+
+
+def _sinks(value: Any, heads: int, dtype: str) -> np.ndarray | None:
+    if value is None:
+        return None
+    array = arrays.as_numpy("sinks", value)
+    _check_side_dtype("sinks", array, dtype)
+    if array.shape != (heads,):
+        raise ProblemError(f"sinks has shape {array.shape}; expected (Hq,) = ({heads},)")
+    return array
+
+
+def _wrt(value: Any, has_bias: bool, has_sinks: bool) -> tuple[str, ...]:
+    if value is None:
+        return ("q", "k", "v")
+    rule = "a sequence of names out of " + ", ".join(repr(name) for name in GRADIENTS)
+    if isinstance(value, str) or not isinstance(value, (tuple, list)):
+        raise _fail("wrt", value, rule)
+    for name in value:
+        if name not in GRADIENTS:
+            raise _fail("wrt", value, rule)
+        if (name == "bias" and not has_bias) or (name == "sinks" and not has_sinks):
+            raise ProblemError(f"wrt is {tuple(value)!r}; expected {name}= to be passed when its gradient is asked for")
+    if len(set(value)) != len(value):
+        raise _fail("wrt", value, "each name once")
+    return tuple(value)
+
+
+def _check_out(out: Any, shape: tuple[int, ...], dtype: str, kind: str) -> None:
+    array = arrays.as_numpy("out", out)
+    if kind == "jax":
+        raise ProblemError("out is given with JAX arrays, which cannot be written to; expected None")
+    if arrays.kind_of(out) != kind:
+        raise ProblemError(f"out is a {type(out).__name__}; expected the kind of array that q is")
+    if array.shape != shape:
+        raise ProblemError(f"out has shape {array.shape}; expected {shape}")
+    if array.dtype.name != dtype:
+        raise ProblemError(f"out has dtype {array.dtype}; expected {dtype} to match q")
+    if not array.flags.writeable:
+        raise ProblemError("out is read-only; expected a writable array")
+
+
+def _gradients(
+    operands: Operands, form: _Canonical, *, dout: Any, o: Any, lse: Any, dlse: Any, dtype: str
+) -> None:
+    """Check dout, o, lse and dlse and add them to the operands."""
+    shape = operands.user_shapes["out"]
+    for name, value in (("dout", dout), ("o", o)):
+        array = _numpy_float(name, value)
+        if array.dtype.name != dtype:
+            raise ProblemError(f"{name} has dtype {array.dtype}; expected {dtype} to match q")
+        _expect(name, array.shape, shape, "as out")
+        setattr(operands, name, form.take(name, array))
+    statistic = "float64" if dtype == "float64" else "float32"
+    for name, value in (("lse", lse), ("dlse", dlse)):
+        if value is None and name == "dlse":
+            continue
+        array = _numpy_float(name, value)
+        if array.dtype.name != statistic:
+            raise ProblemError(f"{name} has dtype {array.dtype}; expected {statistic} for {dtype} arrays")
+        _expect(name, array.shape, operands.user_shapes["lse"], "as lse")
+        setattr(operands, name, array.reshape(operands.q.shape[:3]))
+
+
+def _gpu_not_here(backend: str | None) -> Exception:
+    from rawflash.backends import unavailable
+
+    return unavailable(backend or "cupy_raw", "q is a GPU array")
+
+
+def _host_array_for_gpu_backend(backend: str) -> Exception:
+    from rawflash.backends import unavailable
+
+    return unavailable(backend, "q is a CPU array")

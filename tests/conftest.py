@@ -1,0 +1,34 @@
+"""Shared settings of the suite: how many problems Hypothesis draws, and fixtures.
+
+Examples per property test: 30, or ``RAWFLASH_EXAMPLES``. Profiles, chosen by ``--hypothesis-profile`` or
+``HYPOTHESIS_PROFILE``: "default"; "ci" (the one where the variable ``CI`` is set), the same problems on
+every run; "thorough", at least 500 problems.
+"""
+
+import os
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, settings
+
+EXAMPLES = int(os.environ.get("RAWFLASH_EXAMPLES", "30"))
+
+# No deadline: the first call of a kernel compiles it, and machines are shared. Drawing a whole call takes
+# milliseconds, which the health check on slow generation would count against a busy machine.
+_COMMON = dict(deadline=None, print_blob=True, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("default", max_examples=EXAMPLES, **_COMMON)
+settings.register_profile("ci", max_examples=EXAMPLES, derandomize=True, **_COMMON)
+settings.register_profile("thorough", max_examples=max(500, EXAMPLES), **_COMMON)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE") or ("ci" if os.environ.get("CI") else "default"))
+
+
+@pytest.fixture
+def rng():
+    """A generator with a fixed seed: a test that fails fails again."""
+    return np.random.default_rng(20220527)
+
+
+@pytest.fixture(params=["numpy_tiled", "numba_cpu"])
+def cpu_backend(request):
+    """The name of each backend that runs everywhere. One that cannot load is a failure, not a skip."""
+    return request.param
