@@ -1,18 +1,331 @@
-"""Block sizes from the on-chip memory M: the one place that plans tiles."""
+"""Block sizes from the on-chip memory M: the one place that plans tiles.
+
+M is counted in elements. An algorithm keeps a number of *resident blocks* on chip; giving each of
+them M / blocks elements makes the outer block ``floor(M / (blocks D))`` rows tall and the inner one
+``min(floor(M / (blocks D)), D)``, with ``D = max(d, dv)`` (Chu, Liu, Lin, equations 43-44 and
+78-79). The outer block is the tall one, because all of the inner arrays stream past it once.
+
+=================  ===========  ==========================================  =======  =====
+algorithm          outer block  resident blocks                             blocks   order
+=================  ===========  ==========================================  =======  =====
+fa2 forward        Q            Q, O, K or V, S                             4        ij
+fa1 forward        K, V         K, V, Q or O, S                             4        ji
+fa1, fa2 backward  K, V         Q, K, V, P or dS, dO, dQ, dK, dV            8        ji
+fa2 backward       Q            the same eight                              8        ij
+standard           Q            Q or O, K or V, S                           3        tiles
+rowwise            Q            |I| x T scores; K, V whole if they fit      -        rows
+=================  ===========  ==========================================  =======  =====
+
+The formula proposes. The exact byte sum of the named tiles, each with its own item size, decides:
+rows are rounded down to the chip's granule, capped at the sequence, and shrunk (the inner block
+first: it costs no traffic) until the sum is at most M.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+
+from rawflash.errors import TileError
 from rawflash.hardware import Chip
 from rawflash.problem import Problem
+
+ON_CHIP = "on-chip"
+REGISTERS = "registers"
+FORWARD_BLOCKS = 4  # Q, O, K or V, S (equation 43)
+BACKWARD_BLOCKS = 8  # Q, K, V, P or dS, dO, dQ, dK, dV (equation 78)
+STANDARD_BLOCKS = 3  # the two factors and the result of one matrix product
+DAO_BACKWARD_BLOCKS = 4  # what Dao et al. 2022 (algorithm 4, line 1) divide M by: overflows, see plan_tiles
+IJ, JI, PRODUCTS, RESIDENT, STREAMED = "ij", "ji", "products", "resident", "streamed"
+_LOOPS = {
+    IJ: "Q blocks outside, K/V blocks inside",
+    JI: "K/V blocks outside, Q blocks inside",
+    PRODUCTS: "one matrix product after the other",
+    RESIDENT: "blocks of rows, K and V on chip",
+    STREAMED: "blocks of rows, K and V streamed",
+    "": "",
+}
+
+
+@dataclass(frozen=True)
+class Tile:
+    """One resident tile: ``rows x cols`` elements of ``itemsize`` bytes, on chip or in registers."""
+
+    name: str
+    rows: int
+    cols: int
+    itemsize: int
+    where: str = ON_CHIP
+
+    @property
+    def elements(self) -> int:
+        return self.rows * self.cols
+
+    @property
+    def bytes(self) -> int:
+        return self.elements * self.itemsize
 
 
 @dataclass(frozen=True)
 class Tiles:
+    """The block sizes of one kernel and what they put on chip.
+
+    Attributes
+    ----------
+    br, bc : int
+        Rows of a Q block (``|I|``) and of a K/V block (``|J|``).
+    resident : tuple of Tile
+        What is on chip at once in the inner loop.
+    chip : str
+        Name of the chip planned for.
+    on_chip_bytes : int or None
+        M in bytes; None: no bound (tiles written by hand).
+    order : str
+        The loops: "ij" (Q outside), "ji" (K/V outside), "products", "resident" or "streamed".
+    panel : int
+        Only "products": whole rows of scores that the softmax takes at a time.
+
+    Examples
+    --------
+    >>> from rawflash.hardware import chip
+    >>> print(plan_tiles(Problem(Tq=4096, Tk=4096, d=64, dv=64, sram=65536), chip("cpu"), "forward"))
+    Br = 64, Bc = 64: Q blocks outside, K/V blocks inside
+      Q        64 x 64   x 4 bytes =   16384  on-chip
+      O        64 x 64   x 4 bytes =   16384  on-chip
+      K or V   64 x 64   x 4 bytes =   16384  on-chip
+      S        64 x 64   x 4 bytes =   16384  on-chip
+      65536 of M = 65536 bytes of cpu
+    """
+
     br: int
     bc: int
+    resident: tuple[Tile, ...] = ()
+    chip: str = ""
+    on_chip_bytes: int | None = None
+    order: str = ""
+    panel: int = 0
+
+    @property
+    def smem_bytes(self) -> int:
+        """Bytes of the tiles that lie in on-chip (shared) memory."""
+        return sum(tile.bytes for tile in self.resident if tile.where == ON_CHIP)
+
+    @property
+    def elements(self) -> int:
+        """Elements of all resident tiles."""
+        return sum(tile.elements for tile in self.resident)
+
+    def __str__(self) -> str:
+        lines = [f"Br = {self.br}, Bc = {self.bc}: {_LOOPS[self.order]}".rstrip(": ")]
+        width = max((len(tile.name) for tile in self.resident), default=0)
+        for tile in self.resident:
+            shape = f"{tile.rows} x {tile.cols}"
+            lines.append(
+                f"  {tile.name:<{width}}   {shape:<9} x {tile.itemsize} bytes = {tile.bytes:>7}  {tile.where}"
+            )
+        if self.panel:
+            lines.append(f"  softmax by panels of {self.panel} whole rows of scores")
+        if self.on_chip_bytes is not None:
+            lines.append(f"  {self.smem_bytes} of M = {self.on_chip_bytes} bytes of {self.chip}")
+        return "\n".join(lines)
 
 
-def plan_tiles(problem: Problem, chip: Chip, direction: str) -> Tiles:
-    return Tiles(64, 64)
+def item_sizes(problem: Problem, chip: Chip) -> tuple[int, int]:
+    """Bytes of an input element on chip, and of an accumulator's element."""
+    accumulator = np.dtype(problem.compute_dtype).itemsize
+    if chip.family in ("loops", "vector"):
+        return accumulator, accumulator  # tiles are converted when they are loaded
+    return {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}[problem.dtype], accumulator
+
+
+def plan_tiles(
+    problem: Problem, chip: Chip, direction: str, *, order: str | None = None, blocks: int | None = None
+) -> Tiles:
+    """Turn the on-chip memory M into block sizes.
+
+    Parameters
+    ----------
+    problem : Problem
+        Its ``sram``, when given, is M in bytes; else the chip's.
+    chip : Chip
+    direction : {"forward", "backward"}
+    order : {"ij", "ji"}, optional
+        The loops of the fa2 backward pass: None and "ji" have K/V outside (algorithm 8 of Chu, Liu,
+        Lin), "ij" has Q outside (algorithm 6).
+    blocks : int, optional
+        Divide M by this number and *skip the check*: ``blocks=DAO_BACKWARD_BLOCKS`` gives the
+        ``M / (4d)`` blocks that Dao et al. 2022 state for the backward pass, which overflow M
+        (numpy_tiled refuses to run them).
+
+    Returns
+    -------
+    Tiles
+
+    Raises
+    ------
+    TileError
+        Not even the smallest legal tiles fit M.
+
+    Examples
+    --------
+    >>> from rawflash.hardware import chip
+    >>> tiles = plan_tiles(Problem(Tq=4096, Tk=4096, d=64, dv=64, sram=65536), chip("cpu"), "backward")
+    >>> tiles.br, tiles.bc, tiles.smem_bytes <= 65536
+    (32, 32, True)
+    """
+    if problem.algorithm == "standard":
+        return _standard(problem, chip, direction)
+    if problem.algorithm == "rowwise":
+        return _rowwise(problem, chip, direction)
+    return _flash(problem, chip, direction, order, blocks)
+
+
+def _available(problem: Problem, chip: Chip) -> int:
+    return chip.on_chip_bytes if problem.sram is None else problem.sram
+
+
+def _limit(problem: Problem, chip: Chip, direction: str, what: str, needed: int) -> int:
+    """M in bytes for tiles that need at least ``needed``; TileError where that is not to be had."""
+    available = _available(problem, chip)
+    if needed <= available:
+        return available
+    if problem.sram is None and not chip.hard:
+        return needed
+    raise TileError(
+        f"no legal tiles for {problem.algorithm} {direction} with d = {problem.d}, dv = {problem.dv}: "
+        f"{what} need {needed} bytes; M is {available} bytes "
+        f"({chip.name if problem.sram is None else 'sram=' + str(problem.sram)})",
+        needed=needed,
+        available=available,
+    )
+
+
+def _down(rows: int, granule: int, most: int) -> int:
+    """Rows rounded down to the granule, at least one granule, at most ``most`` rounded up to it."""
+    rows = min(rows, -(-most // granule) * granule)
+    return max(rows // granule * granule, granule)
+
+
+def _flash(problem: Problem, chip: Chip, direction: str, order: str | None, blocks: int | None) -> Tiles:
+    """Blocks of FlashAttention-1 and -2 (equations 44 and 79)."""
+    if order is None:
+        order = IJ if (problem.algorithm, direction) == ("fa2", "forward") else JI
+    granule, D = chip.granule, max(problem.d, problem.dv)
+    item, _ = item_sizes(problem, chip)
+
+    def tiles_of(outer: int, inner: int, limit: int) -> Tiles:
+        br, bc = (outer, inner) if order == IJ else (inner, outer)
+        resident = _flash_resident(problem, chip, direction, order, br, bc)
+        return Tiles(br, bc, resident, chip.name, limit, order)
+
+    needed = tiles_of(granule, granule, 0).smem_bytes
+    limit = _available(problem, chip)
+    if blocks is None:
+        limit = _limit(problem, chip, direction, f"blocks of {granule} rows", needed)
+    divisor = blocks or (FORWARD_BLOCKS if direction == "forward" else BACKWARD_BLOCKS)
+    rows = limit // item // (divisor * D)
+    T_outer, T_inner = (problem.Tq, problem.Tk) if order == IJ else (problem.Tk, problem.Tq)
+    most = chip.most_rows or max(problem.Tq, problem.Tk)
+    outer = _down(min(rows, most), granule, T_outer)
+    inner = _down(min(rows, D, most), granule, T_inner)
+    while blocks is None and tiles_of(outer, inner, limit).smem_bytes > limit:
+        if inner > granule:
+            inner -= granule
+        else:
+            outer -= granule
+    return tiles_of(outer, inner, limit)
+
+
+def _flash_resident(
+    problem: Problem, chip: Chip, direction: str, order: str, br: int, bc: int
+) -> tuple[Tile, ...]:
+    """The four or eight resident blocks, by name."""
+    d, dv = problem.d, problem.dv
+    item, accumulator = item_sizes(problem, chip)
+    if direction == "forward" and order == IJ:
+        return (
+            Tile("Q", br, d, item),
+            Tile("O", br, dv, accumulator),
+            Tile("K or V", bc, max(d, dv), item),  # V overwrites K
+            Tile("S", br, bc, accumulator),  # P overwrites S
+        )
+    if direction == "forward":
+        return (
+            Tile("K", bc, d, item),
+            Tile("V", bc, dv, item),
+            Tile("Q or O", br, max(d, dv), accumulator),  # O overwrites Q
+            Tile("S", br, bc, accumulator),
+        )
+    # Where gamma is computed in the loop, Q overwrites O; else O is gone before Q comes.
+    shares = problem.algorithm == "fa1" or order == IJ
+    return (
+        Tile("Q or O" if shares else "Q", br, max(d, dv) if shares else d, item),
+        Tile("K", bc, d, item),
+        Tile("V", bc, dv, item),
+        Tile("P or dS", br, bc, accumulator),
+        Tile("dO", br, dv, item),
+        Tile("dQ", br, d, accumulator),
+        Tile("dK", bc, d, accumulator),
+        Tile("dV", bc, dv, accumulator),
+    )
+
+
+def _standard(problem: Problem, chip: Chip, direction: str) -> Tiles:
+    """Matrix products by tiles, softmax by panels of whole rows."""
+    granule, D = chip.granule, max(problem.d, problem.dv)
+    item, _ = item_sizes(problem, chip)
+
+    def resident(br: int, bc: int) -> tuple[Tile, ...]:
+        return (
+            Tile("Q or O", br, D, item),
+            Tile("K or V", bc, D, item),
+            Tile("S", br, bc, item),
+        )
+
+    smallest = sum(tile.bytes for tile in resident(granule, granule))
+    row = problem.Tk * item if direction == "forward" else 0
+    what = f"one row of {problem.Tk} scores" if row > smallest else f"blocks of {granule} rows"
+    limit = _limit(problem, chip, direction, what, max(smallest, row))
+    M = limit // item
+    br = _down(M // (STANDARD_BLOCKS * D), granule, problem.Tq)
+    bc = _down(min(M // (STANDARD_BLOCKS * D), D), granule, problem.Tk)
+    panel = max(1, min(M // max(problem.Tk, 1), problem.Tq))
+    return Tiles(br, bc, resident(br, bc), chip.name, limit, PRODUCTS, panel if direction == "forward" else 0)
+
+
+def _rowwise(problem: Problem, chip: Chip, direction: str) -> Tiles:
+    """``|I|`` whole rows of scores on chip; K and V too when M allows (equations 36-39 and 58-70)."""
+    d, dv, Tk, D = problem.d, problem.dv, problem.Tk, max(problem.d, problem.dv)
+    item, _ = item_sizes(problem, chip)
+
+    def resident(order: str, br: int, bc: int) -> tuple[Tile, ...]:
+        scores = [Tile("S", br, Tk, item)]
+        if direction == "forward":
+            rows = [Tile("Q", br, d, item), Tile("O", br, dv, item)]
+            keys = [Tile("K", Tk, d, item), Tile("V", Tk, dv, item)]
+            block = [Tile("K or V", bc, D, item)]
+        else:
+            rows = [Tile("Q or O", br, D, item), Tile("dO", br, dv, item), Tile("dQ", br, d, item)]
+            scores = [Tile("P or dS", br, Tk, item), Tile("dP", br, Tk, item)]
+            if problem.softcap is not None:
+                scores.append(Tile("slope", br, Tk, item))
+            keys = [Tile("K", Tk, d, item), Tile("V", Tk, dv, item)]
+            keys += [Tile("dK", Tk, d, item), Tile("dV", Tk, dv, item)]
+            block = [Tile("K or V", bc, D, item), Tile("dK or dV", bc, D, item)]
+        return (*rows, *scores, *(keys if order == RESIDENT else block))
+
+    def bytes_of(order: str, br: int, bc: int) -> int:
+        return sum(tile.bytes for tile in resident(order, br, bc))
+
+    granule = chip.granule
+    needed = min(bytes_of(RESIDENT, granule, Tk), bytes_of(STREAMED, granule, granule))
+    limit = _limit(problem, chip, direction, f"{granule} rows of {Tk} scores", needed)
+    order, bc = RESIDENT, max(Tk, 1)
+    if bytes_of(RESIDENT, granule, Tk) > limit:
+        order, bc = STREAMED, _down(min(limit // item // (4 * D), D), granule, Tk)
+        while bytes_of(STREAMED, granule, bc) > limit:
+            bc -= granule
+    fixed, per_row = bytes_of(order, 0, bc), bytes_of(order, 1, bc) - bytes_of(order, 0, bc)
+    br = _down((limit - fixed) // per_row, granule, problem.Tq)
+    return Tiles(br, bc, resident(order, br, bc), chip.name, limit, order)

@@ -213,3 +213,67 @@ def _register_tile() -> Any:
     from rawflash.backends.numba_cpu import microkernel
 
     return microkernel.SHAPE
+
+
+def contiguous_statistic(problem: Problem, statistic: np.ndarray | None, x: Operands) -> np.ndarray:
+    """lse or dlse as a contiguous array (S, Hq, Tq) of the compute dtype; zeros when it was not passed."""
+    if statistic is None:
+        return np.zeros(x.q.shape[:3], problem.compute_dtype)
+    return np.ascontiguousarray(statistic, dtype=problem.compute_dtype)
+
+
+def sink_gradient(problem: Problem, x: Operands, lse: np.ndarray, dlse: np.ndarray) -> np.ndarray:
+    """dsinks (Hq,) = sum over rows of P_sink * (dlse - gamma), with P_sink = exp(sink - lse).
+
+    A sink adds to the denominator and to no value, so its dP is 0 (Chu, Liu and Lin 2026, eq. 21).
+    """
+    assert x.sinks is not None and x.dout is not None and x.o is not None
+    sinks = x.sinks.astype(np.float64)
+    total = np.zeros(problem.Hq)
+    for b in range(problem.B):
+        slot = 0 if x.packed else b
+        rows = slice(x.q_starts[b], x.q_starts[b] + x.visibility.q_lengths[b])
+        for h, sink in enumerate(sinks):
+            if sink == -np.inf:  # no sink; a row without keys would give inf - inf
+                continue
+            weight = np.exp(sink - lse[slot, h, rows].astype(np.float64))
+            dO, O = (x.rows(array, b, h, "q").astype(problem.compute_dtype) for array in (x.dout, x.o))
+            gamma = np.einsum("ix,ix->i", dO, O, dtype=np.float64)
+            total[h] += np.dot(weight, dlse[slot, h, rows] - gamma)
+    return total
+
+
+def bias_gradient_target(
+    problem: Problem, dbias: np.ndarray | None, dtype: np.dtype
+) -> tuple[np.ndarray, tuple[int, int, int, int], str]:
+    """The bias gradient as a flat array and its element strides, 0 along broadcast axes.
+
+    The third value says what must stay on one thread: "" when no two (head, key block) pieces share
+    an element, "heads" when the bias is broadcast over batch or heads, "keys" when over keys too.
+    """
+    if dbias is None:
+        return np.zeros(0, dtype), (0, 0, 0, 0), ""
+    assert dbias.flags.c_contiguous
+    strides = tuple(s // dbias.itemsize if n > 1 else 0 for s, n in zip(dbias.strides, dbias.shape, strict=True))
+    extents = (problem.B, problem.Hq, problem.Tq, problem.Tk)
+    shared = [extent > 1 and n == 1 for extent, n in zip(extents, dbias.shape, strict=True)]
+    alone = "keys" if shared[3] else "heads" if shared[0] or shared[1] else ""
+    return dbias.reshape(-1), strides, alone
+
+
+def shares_of_a_head(problem: Problem, tiles: Tiles, alone: str) -> tuple[int, int]:
+    """How many shares the K/V blocks of a head are dealt into, and how many heads make one piece of work.
+
+    One share a head when there are heads enough for every thread; each further share costs another sum
+    of the size of dQ.
+    """
+    heads = problem.B * problem.Hkv
+    blocks = max(1, -(-problem.Tk // tiles.bc))
+    threads = numba.get_num_threads()
+    if alone == "keys":
+        return 1, max(heads, 1)
+    if alone == "heads":
+        return min(threads, blocks), max(heads, 1)
+    if heads >= 2 * threads or heads % threads == 0:
+        return 1, 1
+    return min(threads, blocks), 1

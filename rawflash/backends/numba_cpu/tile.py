@@ -200,15 +200,14 @@ def finish_rows(m, l, n_i, sink, has_sink, lse, factor):
 
 
 @_helper
-def gamma_rows(call, dO, O, dlse, delta, b, h, i0, n_i, dO_width, scratch, one):
+def gamma_rows(call, dO, o, dlse, delta, b, h, i0, n_i, ldv, O):
     """delta = rowsum(dO * O) - dlse for rows ``i0 : i0 + n_i``; dO is on chip, O is loaded here."""
-    start = call.q_starts[b]
-    load_rows(scratch, dO_width, 1, O, start, b, h, i0, n_i, call.size.dv, one)
+    load_rows(O, ldv, 1, o, call.q_starts[b], b, h, i0, n_i, call.size.dv, O.dtype.type(1))
     for r in range(n_i):
-        at = r * dO_width
+        at = r * ldv
         total = 0.0
         for x in range(call.size.dv):
-            total += float(dO[at + x]) * float(scratch[at + x])
+            total += float(dO[at + x]) * float(O[at + x])
         delta[r] = total - dlse[r]
 
 
