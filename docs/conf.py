@@ -1,6 +1,12 @@
 """Sphinx configuration. The build reads no network: no intersphinx."""
 
+import doctest
+import sys
+from pathlib import Path
+
 from rawflash._version import __version__
+
+sys.path.insert(0, str(Path(__file__).parent))  # the examples import counting.py
 
 project = "rawflash"
 author = "The rawflash developers"
@@ -26,5 +32,6 @@ autosummary_generate = True
 autodoc_typehints = "none"  # numpydoc's Parameters section states shapes and dtypes, which a type cannot
 numpydoc_show_class_members = False  # a page lists the members it speaks of
 
+doctest_default_flags = doctest.ELLIPSIS  # an error's message is compared too
 doctest_global_setup = "import numpy as np\nimport rawflash as rf"
 doctest_test_doctest_blocks = ""  # pytest runs the docstrings; Sphinx runs the pages' {doctest} blocks

@@ -14,7 +14,7 @@ import numpy as np
 from rawflash import arrays, philox
 from rawflash.backends import lookup
 from rawflash.errors import ProblemError
-from rawflash.problem import Operands, Options, Problem, check
+from rawflash.problem import FORWARD_ONLY, Operands, Options, Problem, check
 from rawflash.tiling import plan_tiles
 
 
@@ -144,16 +144,18 @@ def attention_vjp(
     >>> dv.shape
     (4, 4)
     """
-    forward_only = {"out", "return_lse"}
     problem, x = check(q, k, v, wrt=wrt, direction="forward", **options)
-    x.return_lse = True
+    with_lse, x.return_lse = x.return_lse, True
     out, lse = _forward(problem, x)
-    backward_options = {name: value for name, value in options.items() if name not in forward_only}
+    kept = {name: value for name, value in options.items() if name not in FORWARD_ONLY}
 
     def pullback(dout: Any, dlse: Any = None) -> tuple[Any, ...]:
-        return attention_backward(dout, q, k, v, out, lse, dlse=dlse, wrt=wrt, **backward_options)
+        problem, x = check(
+            q, k, v, dout=dout, o=out, lse=lse, dlse=dlse, wrt=wrt, direction="backward", **kept
+        )
+        return _backward(problem, x)
 
-    return ((out, lse) if options.get("return_lse") else out), pullback
+    return ((out, lse) if with_lse else out), pullback
 
 
 def attention_varlen(
@@ -281,7 +283,9 @@ def merge_attention(outs: Sequence[Any], lses: Sequence[Any]) -> tuple[Any, Any]
     logs = [arrays.as_numpy("lses", part) for part in lses]
     for part, log in zip(parts, logs, strict=True):
         if part.shape != parts[0].shape or part.dtype != parts[0].dtype:
-            raise ProblemError(f"outs has an entry {part.dtype} {part.shape}; expected {parts[0].dtype} {parts[0].shape}")
+            raise ProblemError(
+                f"outs has an entry {part.dtype} {part.shape}; expected {parts[0].dtype} {parts[0].shape}"
+            )
         if log.shape != part.shape[:-1]:
             raise ProblemError(f"lses has shape {log.shape}; expected {part.shape[:-1]} to match outs")
     compute = np.float64 if parts[0].dtype == np.float64 else np.float32
@@ -293,9 +297,10 @@ def merge_attention(outs: Sequence[Any], lses: Sequence[Any]) -> tuple[Any, Any]
         lse = m + np.log(total)
     safe = np.where(total == 0, 1, total)
     # A part that saw no key has weight 0 and out 0; select, so that nothing else of it leaks in.
-    out = sum(np.where(w[..., None] == 0, 0, (w / safe)[..., None] * part) for w, part in zip(weights, parts, strict=True))
-    merged = np.asarray(out).astype(parts[0].dtype)
-    return arrays.from_numpy(merged, kind), arrays.from_numpy(np.asarray(lse, dtype=compute), kind)
+    merged = np.zeros(parts[0].shape, compute)
+    for weight, part in zip(weights, parts, strict=True):
+        merged += np.where(weight[..., None] == 0, 0, (weight / safe)[..., None] * part)
+    return arrays.from_numpy(merged.astype(parts[0].dtype), kind), arrays.from_numpy(np.asarray(lse, dtype=compute), kind)
 
 
 def _forward(problem: Problem, x: Operands) -> Any:

@@ -75,7 +75,8 @@ def as_numpy(name: str, array: Any) -> np.ndarray:
         return np.asarray(memoryview(array))
     except TypeError:
         raise ProblemError(
-            f"{name} is a {type(array).__name__}; expected an array (NumPy, CuPy, Numba, PyTorch, JAX, DLPack or buffer)"
+            f"{name} is a {type(array).__name__}; expected an array "
+            "(NumPy, CuPy, Numba, PyTorch, JAX, DLPack or the buffer protocol)"
         ) from None
 
 

@@ -26,10 +26,13 @@ class TileError(RawflashError):
         Bytes that one block may use.
     """
 
-    def __init__(self, message: str, *, needed: int, available: int) -> None:
-        super().__init__(message)
+    def __init__(self, message: str, needed: int = 0, available: int = 0) -> None:
+        super().__init__(message, needed, available)
         self.needed = needed
         self.available = available
+
+    def __str__(self) -> str:
+        return str(self.args[0])
 
 
 class BackendError(RawflashError):

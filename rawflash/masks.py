@@ -31,7 +31,6 @@ EMPTY, PARTIAL, FULL = 0, 1, 2
 
 # Operation codes of a mask program, see Mask.program.
 OP_BAND, OP_PREFIX, OP_LENGTHS, OP_SEGMENTS, OP_DENSE, OP_AND, OP_OR = range(7)
-PROGRAM_WIDTH = 6  # integers in one instruction: the code and up to five operands
 UNBOUNDED = 2**62  # stands for "no bound" in the integers of a band
 
 
@@ -110,13 +109,15 @@ class Band(Mask):
             UNBOUNDED if self.upper is None else self.upper,
         )
 
-    def visible(self, b, h, i, j, q_offset):
+    def visible(
+        self, b: npt.ArrayLike, h: npt.ArrayLike, i: npt.ArrayLike, j: npt.ArrayLike, q_offset: npt.ArrayLike
+    ) -> np.ndarray:
         lower, upper = self.bounds()
         distance = np.asarray(j) - (np.asarray(i) + np.asarray(q_offset))
         b, h, distance = np.broadcast_arrays(b, h, distance)
         return (lower <= distance) & (distance <= upper)
 
-    def tile(self, b, h, i0, i1, j0, j1, q_offset):
+    def tile(self, b: int, h: int, i0: int, i1: int, j0: int, j1: int, q_offset: int) -> int:
         lower, upper = self.bounds()
         nearest = j0 - (i1 - 1 + q_offset)  # smallest and largest distance inside the rectangle
         farthest = j1 - 1 - (i0 + q_offset)
@@ -124,7 +125,7 @@ class Band(Mask):
             return EMPTY
         return FULL if lower <= nearest and farthest <= upper else PARTIAL
 
-    def program(self):
+    def program(self) -> list[Instruction]:
         return [Instruction(OP_BAND, self.bounds())]
 
     def __and__(self, other: Mask) -> Mask:
@@ -184,22 +185,24 @@ class Prefix(Mask):
     def __post_init__(self) -> None:
         object.__setattr__(self, "length", np.atleast_1d(_integers("prefix", self.length)))
 
-    def check(self, shape):
+    def check(self, shape: tuple[int, int, int, int]) -> None:
         if self.length.shape not in ((1,), (shape[0],)):
             raise ProblemError(f"mask Prefix has length of shape {self.length.shape}; expected () or ({shape[0]},)")
 
-    def _of(self, b):
+    def _of(self, b: npt.ArrayLike) -> np.ndarray:
         return self.length[np.asarray(b) % len(self.length)]
 
-    def visible(self, b, h, i, j, q_offset):
+    def visible(
+        self, b: npt.ArrayLike, h: npt.ArrayLike, i: npt.ArrayLike, j: npt.ArrayLike, q_offset: npt.ArrayLike
+    ) -> np.ndarray:
         b, h, i, j, _ = np.broadcast_arrays(b, h, i, j, q_offset)
         return j < self._of(b)
 
-    def tile(self, b, h, i0, i1, j0, j1, q_offset):
+    def tile(self, b: int, h: int, i0: int, i1: int, j0: int, j1: int, q_offset: int) -> int:
         length = self._of(b)
         return FULL if j1 <= length else PARTIAL if j0 < length else EMPTY
 
-    def program(self):
+    def program(self) -> list[Instruction]:
         return [Instruction(OP_PREFIX, (len(self.length),), (self.length,))]
 
 
@@ -221,29 +224,31 @@ class Lengths(Mask):
         for name in ("q_lengths", "kv_lengths"):
             object.__setattr__(self, name, np.atleast_1d(_integers(f"mask Lengths {name}", getattr(self, name))))
 
-    def check(self, shape):
+    def check(self, shape: tuple[int, int, int, int]) -> None:
         for name in ("q_lengths", "kv_lengths"):
             if getattr(self, name).shape not in ((1,), (shape[0],)):
                 raise ProblemError(
                     f"mask Lengths has {name} of shape {getattr(self, name).shape}; expected () or ({shape[0]},)"
                 )
 
-    def _of(self, b):
+    def _of(self, b: npt.ArrayLike) -> tuple[np.ndarray, np.ndarray]:
         b = np.asarray(b)
         return self.q_lengths[b % len(self.q_lengths)], self.kv_lengths[b % len(self.kv_lengths)]
 
-    def visible(self, b, h, i, j, q_offset):
+    def visible(
+        self, b: npt.ArrayLike, h: npt.ArrayLike, i: npt.ArrayLike, j: npt.ArrayLike, q_offset: npt.ArrayLike
+    ) -> np.ndarray:
         b, h, i, j, _ = np.broadcast_arrays(b, h, i, j, q_offset)
         q_length, kv_length = self._of(b)
         return (i < q_length) & (j < kv_length)
 
-    def tile(self, b, h, i0, i1, j0, j1, q_offset):
+    def tile(self, b: int, h: int, i0: int, i1: int, j0: int, j1: int, q_offset: int) -> int:
         q_length, kv_length = self._of(b)
         if i0 >= q_length or j0 >= kv_length:
             return EMPTY
         return FULL if i1 <= q_length and j1 <= kv_length else PARTIAL
 
-    def program(self):
+    def program(self) -> list[Instruction]:
         counts = (len(self.q_lengths), len(self.kv_lengths))
         return [Instruction(OP_LENGTHS, counts, (self.q_lengths, self.kv_lengths))]
 
@@ -271,22 +276,24 @@ class Segments(Mask):
                 raise ProblemError(f"mask Segments has {name} of shape {array.shape}; expected (T,) or (B, T)")
             object.__setattr__(self, name, np.atleast_2d(array))
 
-    def check(self, shape):
+    def check(self, shape: tuple[int, int, int, int]) -> None:
         _check_rows("mask Segments q_ids", self.q_ids, shape[0], shape[2])
         _check_rows("mask Segments kv_ids", self.kv_ids, shape[0], shape[3])
 
-    def visible(self, b, h, i, j, q_offset):
+    def visible(
+        self, b: npt.ArrayLike, h: npt.ArrayLike, i: npt.ArrayLike, j: npt.ArrayLike, q_offset: npt.ArrayLike
+    ) -> np.ndarray:
         b, h, i, j, _ = np.broadcast_arrays(b, h, i, j, q_offset)
         return self.q_ids[b % len(self.q_ids), i] == self.kv_ids[b % len(self.kv_ids), j]
 
-    def tile(self, b, h, i0, i1, j0, j1, q_offset):
+    def tile(self, b: int, h: int, i0: int, i1: int, j0: int, j1: int, q_offset: int) -> int:
         rows = self.q_ids[b % len(self.q_ids), i0:i1]
         keys = self.kv_ids[b % len(self.kv_ids), j0:j1]
         if rows.min() > keys.max() or keys.min() > rows.max():
             return EMPTY
         return FULL if rows.min() == rows.max() == keys.min() == keys.max() else PARTIAL
 
-    def program(self):
+    def program(self) -> list[Instruction]:
         strides = tuple(ids.shape[1] if len(ids) > 1 else 0 for ids in (self.q_ids, self.kv_ids))
         return [Instruction(OP_SEGMENTS, strides, (self.q_ids, self.kv_ids))]
 
@@ -305,24 +312,28 @@ class Dense(Mask):
             raise ProblemError(f"mask has shape {array.shape}; expected at most four axes (B, Hq, Tq, Tk)")
         object.__setattr__(self, "array", array.reshape((1,) * (4 - array.ndim) + array.shape))
 
-    def check(self, shape):
+    def check(self, shape: tuple[int, int, int, int]) -> None:
         if any(have not in (1, want) for have, want in zip(self.array.shape, shape, strict=True)):
-            raise ProblemError(f"mask has shape {self.array.shape}; expected broadcastable to (B, Hq, Tq, Tk) = {shape}")
+            raise ProblemError(
+                f"mask has shape {self.array.shape}; expected broadcastable to (B, Hq, Tq, Tk) = {shape}"
+            )
 
-    def visible(self, b, h, i, j, q_offset):
+    def visible(
+        self, b: npt.ArrayLike, h: npt.ArrayLike, i: npt.ArrayLike, j: npt.ArrayLike, q_offset: npt.ArrayLike
+    ) -> np.ndarray:
         b, h, i, j, _ = np.broadcast_arrays(b, h, i, j, q_offset)
         size_b, size_h, size_i, size_j = self.array.shape
         # A broadcast axis has length 1, and index % 1 is 0.
         return self.array[b % max(size_b, 1), h % max(size_h, 1), i % max(size_i, 1), j % max(size_j, 1)]
 
-    def tile(self, b, h, i0, i1, j0, j1, q_offset):
+    def tile(self, b: int, h: int, i0: int, i1: int, j0: int, j1: int, q_offset: int) -> int:
         size_b, size_h, size_i, size_j = self.array.shape
         rows = slice(i0, i1) if size_i > 1 else slice(0, 1)
         keys = slice(j0, j1) if size_j > 1 else slice(0, 1)
         block = self.array[b % size_b, h % size_h, rows, keys]
         return FULL if block.all() else PARTIAL if block.any() else EMPTY
 
-    def program(self):
+    def program(self) -> list[Instruction]:
         strides = tuple(
             stride if size > 1 else 0 for stride, size in zip(self.array.strides, self.array.shape, strict=True)
         )
@@ -336,24 +347,26 @@ class And(Mask):
     left: Mask
     right: Mask
 
-    def visible(self, b, h, i, j, q_offset):
+    def visible(
+        self, b: npt.ArrayLike, h: npt.ArrayLike, i: npt.ArrayLike, j: npt.ArrayLike, q_offset: npt.ArrayLike
+    ) -> np.ndarray:
         return self.left.visible(b, h, i, j, q_offset) & self.right.visible(b, h, i, j, q_offset)
 
-    def tile(self, b, h, i0, i1, j0, j1, q_offset):
+    def tile(self, b: int, h: int, i0: int, i1: int, j0: int, j1: int, q_offset: int) -> int:
         left = self.left.tile(b, h, i0, i1, j0, j1, q_offset)
         if left == EMPTY:
             return EMPTY
         return min(left, self.right.tile(b, h, i0, i1, j0, j1, q_offset))
 
-    def program(self):
+    def program(self) -> list[Instruction]:
         return [*self.left.program(), *self.right.program(), Instruction(OP_AND)]
 
-    def check(self, shape):
+    def check(self, shape: tuple[int, int, int, int]) -> None:
         self.left.check(shape)
         self.right.check(shape)
 
     @property
-    def kind(self):
+    def kind(self) -> str:
         return f"({self.left.kind} & {self.right.kind})"
 
 
@@ -364,24 +377,26 @@ class Or(Mask):
     left: Mask
     right: Mask
 
-    def visible(self, b, h, i, j, q_offset):
+    def visible(
+        self, b: npt.ArrayLike, h: npt.ArrayLike, i: npt.ArrayLike, j: npt.ArrayLike, q_offset: npt.ArrayLike
+    ) -> np.ndarray:
         return self.left.visible(b, h, i, j, q_offset) | self.right.visible(b, h, i, j, q_offset)
 
-    def tile(self, b, h, i0, i1, j0, j1, q_offset):
+    def tile(self, b: int, h: int, i0: int, i1: int, j0: int, j1: int, q_offset: int) -> int:
         left = self.left.tile(b, h, i0, i1, j0, j1, q_offset)
         if left == FULL:
             return FULL
         return max(left, self.right.tile(b, h, i0, i1, j0, j1, q_offset))
 
-    def program(self):
+    def program(self) -> list[Instruction]:
         return [*self.left.program(), *self.right.program(), Instruction(OP_OR)]
 
-    def check(self, shape):
+    def check(self, shape: tuple[int, int, int, int]) -> None:
         self.left.check(shape)
         self.right.check(shape)
 
     @property
-    def kind(self):
+    def kind(self) -> str:
         return f"({self.left.kind} | {self.right.kind})"
 
 

@@ -98,7 +98,7 @@ class Options(TypedDict, total=False):
     sram: int | None
 
 
-_FORWARD_ONLY = ("out", "return_lse")
+FORWARD_ONLY = ("out", "return_lse")
 _NOT_VARLEN = ("mask", "bias", "q_lengths", "kv_lengths")
 
 
@@ -313,7 +313,7 @@ def _numpy_float(name: str, value: Any) -> np.ndarray:
     return array
 
 
-def _check_same_device(named: dict[str, Any], gpu: bool, kind: str) -> None:
+def _check_same_device(named: dict[str, Any], gpu: bool) -> None:
     for name, value in named.items():
         if value is None or isinstance(value, (int, float, list, tuple, masks.Mask)):
             continue
@@ -373,7 +373,7 @@ def check(
     varlen = cu_seqlens_q is not None or cu_seqlens_k is not None
     backward = direction == "backward"
     for name in options:
-        if backward and name in _FORWARD_ONLY:
+        if backward and name in FORWARD_ONLY:
             raise ProblemError(f"{name} is not an option of the backward functions; expected it in the forward call")
         if varlen and name in _NOT_VARLEN and options[name] is not None:
             raise ProblemError(f"{name} is not accepted with cu_seqlens; expected None")
@@ -412,7 +412,7 @@ def check(
     named = {"k": k, "v": v, "dout": dout, "o": o, "lse": lse, "dlse": dlse, "out": option("out")}
     named |= {name: option(name) for name in ("mask", "bias", "sinks", "alibi_slopes", "q_lengths", "kv_lengths")}
     named |= {"q_offset": option("q_offset"), "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
-    _check_same_device(named, gpu, arrays.kind_of(q))
+    _check_same_device(named, gpu)
     if gpu:
         raise _gpu_not_here(backend)
     if backend in ("cupy_raw", "numba_cuda"):
@@ -427,15 +427,17 @@ def check(
 
     dims = q_user.ndim
     if varlen and dims != 3:
-        form = "(Hq, total_q, d)" if layout == "bhtd" else "(total_q, Hq, d)"
-        raise ProblemError(f"q has shape {q_user.shape}; expected {form} with cu_seqlens")
+        wanted = "(Hq, total_q, d)" if layout == "bhtd" else "(total_q, Hq, d)"
+        raise ProblemError(f"q has shape {q_user.shape}; expected {wanted} with cu_seqlens")
     if dims < 2:
         raise ProblemError(f"q has shape {q_user.shape}; expected at least two axes (Tq, d)")
     lead = q_user.shape[:-3] if dims > 3 else ()
     form = _Canonical(layout, dims, lead)
     for name, array in (("k", k_user), ("v", v_user)):
         if array.ndim != dims:
-            raise ProblemError(f"{name} has shape {array.shape}; expected {dims} axes to match q of shape {q_user.shape}")
+            raise ProblemError(
+                f"{name} has shape {array.shape}; expected {dims} axes to match q of shape {q_user.shape}"
+            )
     _expect("k", k_user.shape, form.user_shape(None, None, q_user.shape[-1]), "to match q")
     _expect("v", v_user.shape, form.user_shape(None, None, None), "to match q")
     q4, k4, v4 = form.take("q", q_user), form.take("k", k_user), form.take("v", v_user)

@@ -23,6 +23,7 @@ first: it costs no traffic) until the sum is at most M.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -207,6 +208,16 @@ def _down(rows: int, granule: int, most: int) -> int:
     return max(rows // granule * granule, granule)
 
 
+def _shrink(outer: int, inner: int, granule: int, fits: Callable[[int, int], bool]) -> tuple[int, int]:
+    """Take rows away until the blocks fit; from the inner block first, which costs no traffic."""
+    while not fits(outer, inner):
+        if inner > granule:
+            inner -= granule
+        else:
+            outer -= granule
+    return outer, inner
+
+
 def _flash(problem: Problem, chip: Chip, direction: str, order: str | None, blocks: int | None) -> Tiles:
     """Blocks of FlashAttention-1 and -2 (equations 44 and 79)."""
     if order is None:
@@ -229,11 +240,8 @@ def _flash(problem: Problem, chip: Chip, direction: str, order: str | None, bloc
     most = chip.most_rows or max(problem.Tq, problem.Tk)
     outer = _down(min(rows, most), granule, T_outer)
     inner = _down(min(rows, D, most), granule, T_inner)
-    while blocks is None and tiles_of(outer, inner, limit).smem_bytes > limit:
-        if inner > granule:
-            inner -= granule
-        else:
-            outer -= granule
+    if blocks is None:
+        outer, inner = _shrink(outer, inner, granule, lambda o, i: tiles_of(o, i, limit).smem_bytes <= limit)
     return tiles_of(outer, inner, limit)
 
 
@@ -290,6 +298,7 @@ def _standard(problem: Problem, chip: Chip, direction: str) -> Tiles:
     M = limit // item
     br = _down(M // (STANDARD_BLOCKS * D), granule, problem.Tq)
     bc = _down(min(M // (STANDARD_BLOCKS * D), D), granule, problem.Tk)
+    br, bc = _shrink(br, bc, granule, lambda o, i: sum(tile.bytes for tile in resident(o, i)) <= limit)
     panel = max(1, min(M // max(problem.Tk, 1), problem.Tq))
     return Tiles(br, bc, resident(br, bc), chip.name, limit, PRODUCTS, panel if direction == "forward" else 0)
 

@@ -44,7 +44,8 @@ def _make_kernel(stamp: str):
         K = np.zeros(padded(bc, MR) * (d + MR), lse.dtype)
         V = np.zeros(padded(bc, MR) * (dv + MR), lse.dtype)
         S = np.zeros(padded(bc, MR) * ld, lse.dtype)
-        alpha, before, inverse = np.zeros(ld, lse.dtype), np.zeros(ld, lse.dtype), np.zeros(ld, lse.dtype)
+        alpha, shift = np.zeros(ld, lse.dtype), np.zeros(ld, lse.dtype)
+        before, inverse = np.zeros(ld, lse.dtype), np.zeros(ld, lse.dtype)
         seen = np.zeros((size.program_depth, br), np.uint8)
         classes = np.zeros(size.program_depth, np.int64)
         no_cap = np.zeros(0, lse.dtype)
@@ -84,7 +85,7 @@ def _make_kernel(stamp: str):
                     finish_scores(call, S, ld, kind, band == PARTIAL, b, h, i0, n_i, j0, n_j, True, seen, no_cap)
                     # P = exp(S - m), l_new = alpha l + rowsum(P)
                     before[:n_i] = l[block, :n_i]
-                    softmax_step(S, ld, n_i, n_j, m[block], l[block], alpha)
+                    softmax_step(S, ld, n_i, n_j, m[block], l[block], alpha, shift)
                     if size.keep_threshold > 0:
                         apply_dropout(call, S, ld, b, h, i0, n_i, j0, n_j, True)
                     # O = (l alpha O + P V) / l_new

@@ -44,7 +44,8 @@ def _make_kernel(stamp: str):
         O = np.zeros(padded(dv, MR) * ld, lse.dtype)
         KV = np.zeros(padded(bc, MR) * (max(d, dv) + MR), lse.dtype)
         S = np.zeros(padded(bc, MR) * ld, lse.dtype)
-        m, l, alpha = np.zeros(ld, lse.dtype), np.zeros(ld, lse.dtype), np.zeros(ld, lse.dtype)
+        m, l = np.zeros(ld, lse.dtype), np.zeros(ld, lse.dtype)
+        alpha, shift = np.zeros(ld, lse.dtype), np.zeros(ld, lse.dtype)
         seen = np.zeros((size.program_depth, br), np.uint8)
         classes = np.zeros(size.program_depth, np.int64)
         no_cap = np.zeros(0, lse.dtype)
@@ -87,7 +88,7 @@ def _make_kernel(stamp: str):
                     call, S[first:], ld, kind, band == PARTIAL, b, h, i, n, j0, n_j, True, seen, no_cap
                 )
                 # P = exp(S - m), l = alpha l + rowsum(P)
-                if softmax_step(S[first:], ld, n, n_j, m[first:], l[first:], alpha):
+                if softmax_step(S[first:], ld, n, n_j, m[first:], l[first:], alpha, shift):
                     scale_lanes(O[first:], ld, dv, n, alpha)
                 if size.keep_threshold > 0:
                     apply_dropout(call, S[first:], ld, b, h, i, n, j0, n_j, True)
@@ -97,8 +98,8 @@ def _make_kernel(stamp: str):
             # O_i / l, lse_i = m + log l
             has_sink = len(call.sinks) > 0
             start = call.q_starts[b] + i0
-            row = b if lse.shape[0] > 1 else 0
-            finish_rows(m, l, n_i, call.sinks[h] if has_sink else 0.0, has_sink, lse[row, h, start : start + n_i], alpha)
+            row = lse[b if lse.shape[0] > 1 else 0, h, start : start + n_i]
+            finish_rows(m, l, n_i, call.sinks[h] if has_sink else 0.0, has_sink, row, alpha)
             scale_lanes(O, ld, dv, n_i, alpha)
             address = rows_of(out, call.q_starts[b], b, h, i0)
             store_tile(address, out.code, out.row, O, 0, 1, ld, n_i, dv)

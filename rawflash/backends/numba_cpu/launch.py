@@ -101,8 +101,9 @@ class Call(NamedTuple):
     program: np.ndarray  # int64 (instructions, columns), the mask in postfix order
 
 
-def view(array: np.ndarray) -> View:
+def view(array: np.ndarray | None) -> View:
     """A canonical array ``(S, H, T, width)`` by address; with S = 1 the batch index is ignored."""
+    assert array is not None  # the validator has seen to dout and o
     batch, head, row, _ = (stride // array.itemsize for stride in array.strides)
     slots = array.shape[0]
     return View(
@@ -124,7 +125,9 @@ def _program(mask: masks.Mask | None) -> tuple[np.ndarray, int, list[np.ndarray]
     """The mask as rows ``[code, operands..., addresses...]``, its stack depth, and the arrays to keep alive."""
     if mask is None:
         return np.zeros((0, PROGRAM_COLUMNS), np.int64), 0, []
-    rows, keep, depth, deepest = [], [], 0, 0
+    rows: list[list[int]] = []
+    keep: list[np.ndarray] = []
+    depth = deepest = 0
     for step in mask.program():
         row = [step.code, *step.operands, *(array.ctypes.data for array in step.arrays)]
         rows.append(row + [0] * (PROGRAM_COLUMNS - len(row)))
@@ -194,7 +197,8 @@ def run(kernel: Callable[..., None], pieces: int, *arguments: Any) -> None:
             kernel(counter, 0, *arguments)
     finally:
         for other in others:
-            other.result()
+            if not other.cancel():  # a busy pool never started it, and nothing is left to do
+                other.result()
 
 
 def source_stamp() -> str:
@@ -254,11 +258,13 @@ def bias_gradient_target(
     if dbias is None:
         return np.zeros(0, dtype), (0, 0, 0, 0), ""
     assert dbias.flags.c_contiguous
-    strides = tuple(s // dbias.itemsize if n > 1 else 0 for s, n in zip(dbias.strides, dbias.shape, strict=True))
+    over_b, over_h, over_i, over_j = (
+        s // dbias.itemsize if n > 1 else 0 for s, n in zip(dbias.strides, dbias.shape, strict=True)
+    )
     extents = (problem.B, problem.Hq, problem.Tq, problem.Tk)
     shared = [extent > 1 and n == 1 for extent, n in zip(extents, dbias.shape, strict=True)]
     alone = "keys" if shared[3] else "heads" if shared[0] or shared[1] else ""
-    return dbias.reshape(-1), strides, alone
+    return dbias.reshape(-1), (over_b, over_h, over_i, over_j), alone
 
 
 def shares_of_a_head(problem: Problem, tiles: Tiles, alone: str) -> tuple[int, int]:

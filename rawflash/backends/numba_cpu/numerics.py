@@ -186,7 +186,7 @@ def read(typingctx, address, i, dtype):
     element = dtype.dtype
 
     def codegen(context, builder, signature, args):
-        pointer, size = _element(context, builder, *args[:2], element)
+        pointer, size = _element(context, builder, args[0], args[1], element)
         return builder.load(pointer, align=size)
 
     return element(types.int64, types.int64, dtype), codegen
@@ -197,7 +197,7 @@ def write(typingctx, address, i, value):
     """Store `value` as element i of the array of its type at a byte address."""
 
     def codegen(context, builder, signature, args):
-        pointer, size = _element(context, builder, *args[:2], value)
+        pointer, size = _element(context, builder, args[0], args[1], value)
         builder.store(args[2], pointer, align=size)
         return context.get_dummy_value()
 

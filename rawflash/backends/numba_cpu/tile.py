@@ -137,33 +137,49 @@ def apply_dropout(call, P, ld, b, h, i0, n_i, j0, n_j, lanes_are_queries):
 
 
 @_helper
-def softmax_step(S, ld, n_i, n_j, m, l, alpha):
+def _raise_maximum(S, ld, n_i, n_j, m):
+    """m[r] = max(m[r], S[:, r]); NaN is left to P and l. Four keys at a time: m is loaded and stored less."""
+    c = 0
+    while c + 4 <= n_j:
+        row0, row1 = S[c * ld : c * ld + n_i], S[(c + 1) * ld : (c + 1) * ld + n_i]
+        row2, row3 = S[(c + 2) * ld : (c + 2) * ld + n_i], S[(c + 3) * ld : (c + 3) * ld + n_i]
+        for r in range(n_i):
+            x = row0[r] if row0[r] > row1[r] else row1[r]
+            y = row2[r] if row2[r] > row3[r] else row3[r]
+            x = x if x > y else y
+            m[r] = x if x > m[r] else m[r]
+        c += 4
+    while c < n_j:
+        row0 = S[c * ld : c * ld + n_i]
+        for r in range(n_i):
+            m[r] = row0[r] if row0[r] > m[r] else m[r]
+        c += 1
+
+
+@_helper
+def softmax_step(S, ld, n_i, n_j, m, l, alpha, shift):
     """Online softmax of a tile with queries on the lanes; S becomes P = exp(S - m).
 
     Updates the running maximum ``m`` and sum ``l`` of each row and sets ``alpha = exp(m_old - m)``, the
-    factor for what was accumulated before (Dao 2024, algorithm 1, lines 9-10). Returns whether any
-    factor differs from one.
+    factor for what was accumulated before (Dao 2024, algorithm 1, lines 9-10); ``shift`` is scratch.
+    Returns whether any factor differs from one.
     """
     one, zero = S.dtype.type(1), S.dtype.type(0)
     lowest = S.dtype.type(-np.inf)
     for r in range(n_i):
         alpha[r] = m[r]
-    for c in range(n_j):
-        row = S[c * ld : c * ld + n_i]
-        for r in range(n_i):
-            m[r] = row[r] if row[r] > m[r] else m[r]  # NaN is left to P and l
+    _raise_maximum(S, ld, n_i, n_j, m)
     changed = False
     for r in range(n_i):
-        shift = zero if m[r] == lowest else m[r]  # a row that has seen nothing: exp(-inf - 0) = 0
-        factor = one if alpha[r] == m[r] else exp(alpha[r] - shift)
+        shift[r] = zero if m[r] == lowest else m[r]  # a row that has seen nothing: exp(-inf - 0) = 0
+        factor = one if alpha[r] == m[r] else exp(alpha[r] - shift[r])
         changed |= factor != one
         alpha[r] = factor
         l[r] *= factor
     for c in range(n_j):
         row = S[c * ld : c * ld + n_i]
         for r in range(n_i):
-            shift = zero if m[r] == lowest else m[r]
-            p = exp(row[r] - shift)
+            p = exp(row[r] - shift[r])
             row[r] = p
             l[r] += p
     return changed

@@ -1,8 +1,8 @@
 """FlashAttention-1, forward: Dao et al. 2022, algorithm 1; Chu, Liu, Lin 2026, algorithm 4.
 
 K/V blocks outside, Q blocks inside. On chip: K, V, Q or O, S. O, m and l live in slow memory: each
-inner step loads Q, O, m, l and stores O, m, l, with O normalised by the keys seen so far. Query heads that share K and V share
-the loaded blocks.
+inner step loads Q, O, m, l and stores O, m, l, with O normalised over the keys seen so far. Query
+heads that share K and V share the loaded blocks.
 """
 
 import numpy as np
@@ -19,7 +19,8 @@ def fa1_forward(problem, tiles, x, out, lse, *, memory=None):
     for group in groups(problem, x, memory, out, lse):
         # O, m, l in slow memory: O = 0, m = -inf, l = 0 (with a sink: m = sink, l = 1)
         O_ = [memory.workspace(head.O) for head in group.heads]
-        m_, l_ = zip(*[start(len(head.Q), head.scores.sink, memory.dtype) for head in group.heads], strict=True)
+        starts = [start(len(head.Q), head.scores.sink, memory.dtype) for head in group.heads]
+        m_, l_ = zip(*starts, strict=True)
 
         for j0, j1 in blocks(len(group.K), tiles.bc):
             K = memory.load("K", group.K[j0:j1])

@@ -1,10 +1,12 @@
 """FlashAttention-2, backward: Dao 2024, algorithm 2; Chu, Liu, Lin 2026, algorithms 6 and 8.
 
 A first pass stores gamma = rowsum(dO * O), one number a row. Then K/V blocks outside, Q blocks inside
-(order "ji"). On chip, eight blocks: Q, K, V, P and then dS in its place, dO, dQ, dK, dV. Each inner step
-loads Q and dO and adds dQ to slow memory (float32 atomics on a GPU): 3 Tc |I| d a pass. dK and dV stay and are stored once.
+(order "ji"). On chip, eight blocks: Q, K, V, P and then dS in its place, dO, dQ, dK, dV. Each inner
+step loads Q and dO and adds dQ to slow memory (float32 atomics on a GPU); dK and dV stay and are
+stored once.
 
-With Q outside (order "ij", algorithm 6) an inner step loads K and V and adds dK and dV: 4 Tr |J| d.
+With Q outside (order "ij", algorithm 6) an inner step loads K and V and adds dK and dV to slow
+memory: 4 |J| d elements a step instead of 3 |I| d, the slides' 4 Tr |J| d against 3 Tc |I| d.
 
 ``deterministic``: nothing is added to slow memory. One pass with K/V outside computes dK and dV, one
 with Q outside computes dQ, and both compute P and dP.
@@ -24,9 +26,9 @@ def fa2_backward(problem, tiles, x, grads, *, memory=None, order=None):
     memory = memory or Memory.of(problem, tiles)
     for group in backward_groups(problem, x, memory, grads):
         if problem.deterministic:
-            outer, inner = max(tiles.br, tiles.bc), min(tiles.br, tiles.bc)
-            _keys_outside(group, inner, outer, memory, with_dQ=False)
-            _queries_outside(group, outer, inner, memory, with_dK_dV=False)
+            _keys_outside(group, tiles.br, tiles.bc, memory, with_dQ=False)
+            # Br and Bc change places: the outer block is the tall one in both passes
+            _queries_outside(group, tiles.bc, tiles.br, memory, with_dK_dV=False)
         elif (order or tiles.order or JI) == IJ:
             _queries_outside(group, tiles.br, tiles.bc, memory)
         else:

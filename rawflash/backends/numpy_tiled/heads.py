@@ -29,9 +29,9 @@ class Head:
     V: np.ndarray
     O: np.ndarray
     lse: np.ndarray
-    dO: np.ndarray | None = None
+    dO: np.ndarray = None  # type: ignore[assignment]
     dlse: np.ndarray | None = None
-    dQ: np.ndarray | None = None
+    dQ: np.ndarray = None  # type: ignore[assignment]
     dsinks: np.ndarray | None = None
 
     def blocks(self, br: int) -> Iterator[tuple[int, int]]:
@@ -74,8 +74,8 @@ class Group:
     K: np.ndarray
     V: np.ndarray
     heads: list[Head]
-    dK: np.ndarray | None = None
-    dV: np.ndarray | None = None
+    dK: np.ndarray = None  # type: ignore[assignment]
+    dV: np.ndarray = None  # type: ignore[assignment]
 
 
 def blocks(length: int, size: int) -> Iterator[tuple[int, int]]:

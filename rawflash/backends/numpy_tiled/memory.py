@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections import Counter
 
 import numpy as np
+import numpy.typing as npt
 
 from rawflash.errors import TileError
 from rawflash.problem import Problem
@@ -54,7 +55,7 @@ class Memory:
     rawflash.errors.TileError: tile S of 2 x 2 elements does not fit: 4 of M = 6 are taken (Q 4)
     """
 
-    def __init__(self, capacity: int | None = None, dtype: object = np.float32) -> None:
+    def __init__(self, capacity: int | None = None, dtype: npt.DTypeLike = np.float32) -> None:
         self.capacity = capacity
         self.dtype = np.dtype(dtype)
         self.loads: Counter[str] = Counter()

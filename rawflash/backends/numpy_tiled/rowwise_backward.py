@@ -1,9 +1,10 @@
 """Row-wise attention, backward: Chu, Liu, Lin 2026, algorithm 5 and equations 58-70.
 
-Whole rows of P and dP are on chip, ``2 |I| x T`` elements. If M holds K, V, dK and dV as well, they cross once,
-O(T d) accesses ("resident"). Else ``|I|`` is at most M / (2 T), K and V stream past each block of rows
-and dK and dV are added to in slow memory, O(T^3 d / M) accesses ("streamed"). On chip: O and then Q in
-its place, dO, dQ, P and then dS in its place, dP (and under a softcap its slope), and either K, V, dK, dV or one block of each pair.
+Whole rows of P and dP are on chip, ``2 |I| x T`` elements. If M holds K, V, dK and dV as well, they
+cross once, O(T d) accesses ("resident"). Else ``|I|`` is at most M / (2 T), K and V stream past each
+block of rows, and dK and dV are added to in slow memory, O(T^3 d / M) accesses ("streamed"). On chip:
+O and then Q in its place, dO, dQ, P and then dS in its place, dP (under a softcap its slope too), and
+either K, V, dK, dV or one block of K or V and one of dK or dV.
 """
 
 import numpy as np

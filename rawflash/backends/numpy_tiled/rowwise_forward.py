@@ -1,9 +1,9 @@
 """Row-wise attention, forward: Chu, Liu, Lin 2026, algorithm 1 and equations 36-39.
 
-No T x T matrix is stored, but whole rows of scores are on chip: ``|I| x T`` of them. If M holds K and V
-as well, they are loaded once, O(T d) accesses ("resident"). Else ``|I|`` is at most M / T and K and
-V stream past each block of rows, O(T^3 d / M) accesses ("streamed"): few rows, many passes. On chip: Q, O, S and either
-K and V or one block of K or V.
+No T x T matrix is stored, but whole rows of scores are on chip, ``|I| x T`` elements. If M holds K
+and V as well, they are loaded once, O(T d) accesses ("resident"). Else ``|I|`` is at most M / T, and K
+and V stream past each block of rows, O(T^3 d / M) accesses ("streamed"): few rows, many passes.
+On chip: Q, O, S and either K and V or one block of K or V.
 """
 
 import numpy as np

@@ -42,7 +42,10 @@ class Tape(NamedTuple):
 
 @dataclass
 class Scores:
-    """The score function of query head ``h`` of sequence ``b``; ``dbias`` collects a gradient if asked for."""
+    """The score function of query head ``h`` of sequence ``b``.
+
+    ``dbias`` is where the gradient of the bias is added to, if it is asked for.
+    """
 
     problem: Problem
     x: Operands
@@ -95,7 +98,7 @@ class Scores:
             return P
         i, j = np.arange(block.i0, block.i1)[:, None], np.arange(block.j0, block.j1)
         keep = philox.keep(p, self.problem.seed, self.b, self.h, i, j)
-        return np.where(keep, P * self.memory.dtype.type(1 / (1 - p)), 0)
+        return np.where(keep, P * (1 / (1 - p)), 0)
 
     @property
     def q_offset(self) -> int:
@@ -138,8 +141,13 @@ def finite(m: np.ndarray) -> np.ndarray:
 
 
 def exp_minus(S: np.ndarray, m: np.ndarray) -> np.ndarray:
-    """``exp(S - m)`` row by row, written over ``S``."""
+    """``exp(S - m)`` row by row, written over ``S``; ``m`` bounds the row, so it is at most 1.
+
+    In the backward pass ``m`` is lse and S is computed again: for huge scores its rounding error
+    alone may exceed lse by more than exp can take.
+    """
     S -= finite(m)[:, None]
+    np.minimum(S, 0, out=S)
     return np.exp(S, out=S)
 
 

@@ -1,9 +1,10 @@
 """Standard attention, backward: Chu, Liu, Lin 2026, equations 31-32 and the count of 7 T^2.
 
 The T x T matrices P, dP and dS lie in slow memory: load P; store dP; load P and dP, store dS; load
-dS twice. The slides take P from the forward pass; here the call hands over lse alone, so P is computed again and
-stored first, the T^2 that the slides count in the forward pass. With a softcap its slope is one
-more T x T matrix, stored with P and loaded for dS. On chip: two factors and the result of a product.
+dS twice. The slides take P from the forward pass; here the call hands over lse alone, so P is
+computed again and stored first: the T^2 that the slides count in the forward pass. With a softcap
+its slope is one more T x T matrix, stored with P and loaded for dS. On chip: two factors and the
+result of a product.
 """
 
 import numpy as np
@@ -26,10 +27,10 @@ def standard_backward(problem, tiles, x, grads, *, memory=None):
 
 
 def _head(problem, tiles, head, dK_, dV_, memory):
-    shape = T_q, T_k = len(head.Q), len(head.K)
+    shape = len(head.Q), len(head.K)
     P_, dP_, dS_ = (np.zeros(shape, memory.dtype) for _ in range(3))  # T x T, in slow memory
     slope_ = np.zeros(shape, memory.dtype) if problem.softcap else None
-    key_blocks = list(blocks(T_k, tiles.bc))
+    key_blocks = list(blocks(len(head.K), tiles.bc))
 
     # P = exp(Q K^T - lse)
     for i0, i1 in head.blocks(tiles.br):
@@ -79,7 +80,7 @@ def _head(problem, tiles, head, dK_, dV_, memory):
             dS = np.multiply(P, dP - gamma[:, None], out=P)
             head.scores.backward(dS, head.scores.tape(head.block(i0, i1, j0, j1), slope))
             memory.store("dS", dS, dS_[i0:i1, j0:j1])
-    memory.free()
+        memory.free()
 
     # dQ = dS K
     for i0, i1 in head.blocks(tiles.br):

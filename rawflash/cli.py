@@ -1,0 +1,840 @@
+"""The command line: ``rawflash`` or ``python -m rawflash``.
+
+``demo`` (also with no arguments) runs every algorithm and backend of this machine on a text and
+checks each against the oracle; ``run`` computes attention on the arrays of a file; ``explain``
+prints a plan for any chip of the table; ``info`` says what is installed here and what is missing.
+
+Exit codes: 0 done; 1 a kernel disagrees with the oracle or with the predicted traffic; 2 bad input;
+130 interrupted; 141 the reader of the output went away.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import difflib
+import importlib.metadata
+import importlib.resources
+import importlib.util
+import os
+import platform
+import stat
+import subprocess
+import sys
+import tempfile
+import textwrap
+import time
+import tracemalloc
+import zipfile
+from collections.abc import Callable, Iterator, Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rawflash import accuracy, api, arrays, hardware
+from rawflash._version import __version__
+from rawflash.backends import BACKENDS, lookup
+from rawflash.errors import BackendError, ProblemError, RawflashError, TileError
+from rawflash.explain import DIRECTIONS, WIDTH, plan, size_text
+from rawflash.explain import _cannot as why_not
+from rawflash.problem import ALGORITHMS, DTYPES, LAYOUTS, Operands, Problem, check
+from rawflash.tiling import Tiles, plan_tiles
+from rawflash.traffic import Traffic, traffic
+
+DONE, DISAGREES, BAD_INPUT, INTERRUPTED, BROKEN_PIPE = 0, 1, 2, 130, 141
+
+# ---- the parser ------------------------------------------------------------------------------------
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line and return its exit code.
+
+    Parameters
+    ----------
+    argv : sequence of str, optional
+        The arguments without the program's name; those of the process when left out.
+
+    Returns
+    -------
+    int
+        See the module's docstring.
+    """
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        options = _parser().parse_args(arguments or ["demo"])
+        code: int = options.command(options)
+        sys.stdout.flush()
+        return code
+    except SystemExit as stop:  # argparse: --help, --version or a wrong flag
+        return stop.code if isinstance(stop.code, int) else DONE
+    except (RawflashError, _InputError) as error:
+        return _complain(str(error))
+    except BrokenPipeError:
+        with contextlib.suppress(OSError, ValueError):  # what is still buffered goes nowhere
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return BROKEN_PIPE
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except OSError as error:
+        name = f"{error.filename}: " if error.filename else ""
+        return _complain(f"{name}{error.strerror or error}")
+
+
+class _InputError(Exception):
+    """Input that cannot be used; the message says why."""
+
+
+def _complain(message: str) -> int:
+    print(f"rawflash: {message}", file=sys.stderr)
+    return BAD_INPUT
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="rawflash",
+        description="Exact attention and its gradients by FlashAttention-1 and -2. No command: demo.",
+    )
+    parser.add_argument("--version", action="version", version=f"rawflash {__version__}")
+    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+
+    demo = commands.add_parser("demo", help="run and check every kernel of this machine on a text")
+    demo.add_argument("text", nargs="?", metavar="TEXT", help="a file to read; a text that ships with rawflash if left out")
+    demo.add_argument("--tokens", type=_positive, default=1024, help="bytes of the text to attend over (default 1024)")
+    demo.add_argument("--heads", type=_positive, default=8, help="heads (default 8)")
+    demo.add_argument("--dim", type=_positive, default=64, help="head dimension (default 64)")
+    demo.add_argument("--seed", type=int, default=0, help="seed of the projections (default 0)")
+    demo.add_argument("--backends", type=_names, default=None, metavar="A,B", help="only these backends")
+    demo.set_defaults(command=_demo)
+
+    run = commands.add_parser(
+        "run",
+        help="attention on the arrays of an .npz file",
+        description="Reads q, k, v and, where present, " + ", ".join(_OPTIONAL) + " from IN; writes out and lse "
+        "and, if dout is there, dq, dk, dv (dbias, dsinks). float16, float32 and float64; an .npz file does "
+        "not keep bfloat16.",
+    )
+    run.add_argument("input", metavar="IN.npz")
+    run.add_argument("-o", "--output", required=True, metavar="OUT.npz")
+    run.add_argument("--force", action="store_true", help="overwrite OUT.npz")
+    _add_options(run)
+    run.set_defaults(command=_run)
+
+    explain = commands.add_parser("explain", help="kernel, tiles, bytes and traffic of a call, for any chip")
+    explain.add_argument("--shape", required=True, type=_shape, metavar="B,Hq,Hkv,Tq,Tk,d")
+    explain.add_argument("--dv", type=_positive, help="head dimension of v (default d)")
+    explain.add_argument("--dtype", choices=DTYPES, default="float32")
+    explain.add_argument("--direction", choices=DIRECTIONS, default="forward")
+    explain.add_argument(
+        "--arch", choices=("cpu", *hardware.CHIPS), default="cpu", metavar="ARCH",
+        help="cpu (default), " + ", ".join(hardware.CHIPS),
+    )  # fmt: skip
+    _add_options(explain)
+    explain.set_defaults(command=_explain)
+
+    info = commands.add_parser("info", help="versions, devices, backends: what is here, what to install")
+    info.set_defaults(command=_info)
+    return parser
+
+
+def _add_options(parser: argparse.ArgumentParser) -> None:
+    """The scalar options of :class:`rawflash.Options`, under their own names; absent unless given."""
+    group = parser.add_argument_group("options of the call")
+    absent = argparse.SUPPRESS
+    group.add_argument("--causal", action="store_true", default=absent)
+    group.add_argument("--window", type=_window, default=absent, metavar="L,R", help="each an int >= 0 or none")
+    group.add_argument("--q-offset", type=int, default=absent, metavar="N", help="position of query row 0 among the keys")
+    group.add_argument("--softcap", type=float, default=absent, metavar="C")
+    group.add_argument("--dropout", type=float, default=absent, metavar="P")
+    group.add_argument("--seed", type=int, default=absent, metavar="N", help="of the dropout")
+    group.add_argument("--scale", type=float, default=absent, help="default 1 / sqrt(d)")
+    group.add_argument("--layout", choices=LAYOUTS, default=absent)
+    group.add_argument("--algorithm", choices=ALGORITHMS, default=absent)
+    group.add_argument("--backend", choices=tuple(BACKENDS), default=absent)
+    group.add_argument("--deterministic", action="store_true", default=absent)
+    group.add_argument("--sram", type=int, default=absent, metavar="BYTES", help="on-chip bytes that tiles may use")
+
+
+_SCALARS = (
+    "causal", "window", "q_offset", "softcap", "dropout", "seed", "scale", "layout", "algorithm", "backend",
+    "deterministic", "sram",
+)  # fmt: skip
+
+
+def _options_given(options: argparse.Namespace) -> dict[str, Any]:
+    return {name: getattr(options, name) for name in _SCALARS if hasattr(options, name)}
+
+
+def _positive(text: str) -> int:
+    value = int(text) if text.isdecimal() else 0
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not an int >= 1")
+    return value
+
+
+def _names(text: str) -> tuple[str, ...]:
+    names = tuple(name.strip() for name in text.split(","))
+    for name in names:
+        if name not in BACKENDS:
+            raise argparse.ArgumentTypeError(f"{name!r} is not one of {', '.join(BACKENDS)}")
+    return names
+
+
+def _window(text: str) -> tuple[int | None, int | None]:
+    try:
+        left, right = (None if side.strip().lower() == "none" else int(side) for side in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not L,R with each an int or none") from None
+    return left, right
+
+
+def _shape(text: str) -> tuple[int, ...]:
+    try:
+        sizes = tuple(int(size) for size in text.split(","))
+    except ValueError:
+        sizes = ()
+    if len(sizes) != 6 or min(sizes) < 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not B,Hq,Hkv,Tq,Tk,d, six ints >= 0")
+    return sizes
+
+
+# ---- run -------------------------------------------------------------------------------------------
+
+_REQUIRED = ("q", "k", "v")
+_OPTIONAL = (
+    "dout", "dlse", "mask", "bias", "sinks", "alibi_slopes", "q_lengths", "kv_lengths", "q_offset",
+    "cu_seqlens_q", "cu_seqlens_k",
+)  # fmt: skip
+
+
+def _run(options: argparse.Namespace) -> int:
+    target = Path(os.path.realpath(options.output))
+    _check_target(target, options.force)
+    given = _read_arrays(Path(options.input))
+    call = _options_given(options)
+    if "q_offset" in given and "q_offset" in call:
+        raise _InputError("q_offset is in the file and among the flags; expected it in one place")
+    if "dlse" in given and "dout" not in given:
+        raise _InputError("dlse is given without dout; expected both (dout may be zeros)")
+    if ("cu_seqlens_q" in given) != ("cu_seqlens_k" in given):
+        raise _InputError("one of cu_seqlens_q and cu_seqlens_k is given; expected both or neither")
+    q, k, v = (given.pop(name) for name in _REQUIRED)
+    dout, dlse = given.pop("dout", None), given.pop("dlse", None)
+    wrt = ("q", "k", "v", *(name for name in ("bias", "sinks") if name in given))
+    if "q_offset" in given and given["q_offset"].ndim == 0:
+        given["q_offset"] = given["q_offset"].item()
+    call |= given
+
+    problem, x = check(q, k, v, return_lse=True, **call)
+    results = dict(zip(("out", "lse"), api._forward(problem, x), strict=True))
+    if dout is not None:
+        problem, x = check(
+            q, k, v, dout=dout, o=results["out"], lse=results["lse"], dlse=dlse, wrt=wrt, direction="backward", **call
+        )
+        results |= {"d" + name: gradient for name, gradient in zip(wrt, api._backward(problem, x), strict=True)}
+    _write_arrays(target, results, options.force)
+    print(f"wrote {options.output}, computed by {problem.backend} {problem.algorithm}:")
+    for name, array in results.items():
+        print(f"  {name:<7} {array.dtype} {array.shape}")
+    return DONE
+
+
+def _read_arrays(path: Path) -> dict[str, np.ndarray]:
+    """The arrays of an .npz file; refuses names that mean nothing and dtypes that a file cannot keep."""
+    if not path.is_file():
+        raise _InputError(f"{path}: there is no such file")
+    if not zipfile.is_zipfile(path):
+        raise _InputError(f"{path}: not an .npz file")
+    known = (*_REQUIRED, *_OPTIONAL)
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            for name in file.files:
+                if name not in known:
+                    close = difflib.get_close_matches(name, known, n=1)
+                    hint = f"did you mean {close[0]!r}?" if close else "expected names out of " + ", ".join(known)
+                    raise _InputError(f"{path}: unknown array {name!r}; {hint}")
+            given = {name: file[name] for name in file.files}
+    except (ValueError, EOFError, zipfile.BadZipFile) as error:
+        raise _InputError(f"{path}: {error}") from None
+    for name in _REQUIRED:
+        if name not in given:
+            raise _InputError(f"{path}: there is no array {name!r}; expected q, k and v")
+    for name, array in given.items():
+        if not isinstance(array, np.ndarray):
+            raise _InputError(f"{path}: {name!r} is not an array")
+        if array.dtype.kind == "V":
+            raise _InputError(
+                f"{path}: {name} has dtype {array.dtype.str}: raw bytes. An .npz file does not keep bfloat16; "
+                f"save it as float32 instead, {name}.astype('float32')"
+            )
+    return given
+
+
+def _check_target(target: Path, force: bool) -> None:
+    if not target.parent.is_dir():
+        raise _InputError(f"{target.parent}: there is no such folder")
+    if target.exists() or target.is_symlink():
+        if not stat.S_ISREG(target.stat().st_mode):
+            raise _InputError(f"{target}: not a regular file; will not replace it")
+        if not force:
+            raise _InputError(f"{target}: exists; --force overwrites it")
+
+
+def _write_arrays(target: Path, results: dict[str, np.ndarray], force: bool) -> None:
+    """Write a whole file or none: a temporary file beside the target takes its place at the end."""
+    handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.", suffix=".tmp")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            np.savez(file, allow_pickle=False, **results)  # type: ignore[arg-type]
+            file.flush()
+            os.fsync(file.fileno())
+        os.chmod(temporary, 0o666 & ~_umask())
+        _check_target(target, force)  # it may have come into being meanwhile
+        os.replace(temporary, target)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)
+        raise
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+# ---- explain ---------------------------------------------------------------------------------------
+
+
+def _explain(options: argparse.Namespace) -> int:
+    batch, heads_q, heads_kv, rows_q, rows_k, d = options.shape
+    dv = d if options.dv is None else options.dv
+    call = _options_given(options)
+    layout, backend = call.get("layout", "bhtd"), call.pop("backend", None)
+    on_gpu = options.arch != "cpu"
+    if backend is None and on_gpu:
+        backend = "cupy_raw"
+    if backend is not None and ("GPU" in BACKENDS[backend].runs_on) != on_gpu:
+        raise BackendError(f"backend {backend!r} takes {BACKENDS[backend].runs_on}; it does not run on {options.arch!r}")
+
+    # Arrays of one row's memory, so that the one validator sees the call; a plan needs no values.
+    stand_in = "float16" if options.dtype == "bfloat16" else options.dtype
+    q, k, v = (
+        _shapeless(stand_in, batch, heads, rows, width, layout)
+        for heads, rows, width in ((heads_q, rows_q, d), (heads_kv, rows_k, d), (heads_kv, rows_k, dv))
+    )
+    problem, x = check(q, k, v, **call)
+    problem = dataclasses.replace(problem, dtype=options.dtype, backend=backend or problem.backend)
+    chip = hardware.CHIPS[options.arch] if on_gpu else None
+    print(plan(problem, options.direction, chip, visibility=x.visibility))
+    return DONE
+
+
+def _shapeless(dtype: str, batch: int, heads: int, rows: int, width: int, layout: str) -> np.ndarray:
+    """An array of any shape that occupies one row."""
+    row = np.zeros(max(width, 1), dtype)
+    shape = (batch, heads, rows, width) if layout == "bhtd" else (batch, rows, heads, width)
+    return np.lib.stride_tricks.as_strided(row, shape, (0, 0, 0, row.itemsize), writeable=False)
+
+
+# ---- info ------------------------------------------------------------------------------------------
+
+_PACKAGES = (
+    "numpy", "numba", "llvmlite", "rich", "ml_dtypes", "cupy-cuda12x", "cupy-cuda13x", "numba-cuda", "torch", "jax",
+)  # fmt: skip
+
+
+def _info(options: argparse.Namespace) -> int:
+    print(f"rawflash   {__version__}")
+    print(f"Python     {platform.python_version()} ({platform.python_implementation()}, {platform.system()})")
+    for name in _PACKAGES:
+        try:
+            print(f"{name:<12} {importlib.metadata.version(name)}")
+        except importlib.metadata.PackageNotFoundError:
+            print(f"{name:<12} not installed")
+
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    print(f"\nCPU        {_cpu_name()}, {cores} logical cores for this process")
+    gpus = _gpu_names()
+    print(f"GPU        {', '.join(gpus) if gpus else 'no NVIDIA driver found'}")
+
+    print("\nbackends")
+    for name, row in BACKENDS.items():
+        reason = next((text for text in map(_loads(name), row.algorithms) if text), None)
+        if reason is None:
+            chip = hardware.chip_of(name)
+            reason = f"loads: {', '.join(row.algorithms)}; M = {size_text(chip.on_chip_bytes)} a core"
+            if name == "numba_cpu":
+                reason += f", {_threads(name)} threads (NUMBA_NUM_THREADS sets them)"
+        else:
+            reason = f"does not load: {reason}"
+        _wrap(f"  {name:<11}  ", reason)
+
+    print("\ncompiled code")
+    folders = sorted({path for algorithm in ("fa1", "fa2") for path in _cache_folders(algorithm)})
+    if folders:
+        _wrap("  numba_cpu    ", "kept in " + ", ".join(folders) + " (NUMBA_CACHE_DIR moves it)")
+    else:
+        _wrap("  numba_cpu    ", "none: the backend does not load")
+    return DONE
+
+
+def _loads(name: str) -> Callable[[str], str | None]:
+    """A function from an algorithm to the reason why the backend cannot load it, or None."""
+
+    def reason(algorithm: str) -> str | None:
+        text = why_not(name, algorithm)
+        if text is None:
+            try:
+                for direction in DIRECTIONS:
+                    lookup(Problem(backend=name, algorithm=algorithm), direction)
+            except (RawflashError, RuntimeError) as error:  # Numba: no folder for its cache
+                text = str(error)
+        return text
+
+    return reason
+
+
+def _cpu_name() -> str:
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def _gpu_names() -> list[str]:
+    """Models that the NVIDIA driver lists on Linux; no GPU library is loaded."""
+    names = []
+    for path in sorted(Path("/proc/driver/nvidia/gpus").glob("*/information")):
+        with contextlib.suppress(OSError):
+            for line in path.read_text().splitlines():
+                if line.startswith("Model"):
+                    names.append(line.partition(":")[2].strip())
+    return names
+
+
+def _compiled_functions(algorithm: str) -> Iterator[Any]:
+    """The compiled functions of a numba_cpu algorithm that keep their code on disk."""
+    for direction in DIRECTIONS:
+        try:
+            module = import_module(f"rawflash.backends.numba_cpu.{algorithm}_{direction}")
+        except (ImportError, RuntimeError):
+            continue
+        yield from (value for value in vars(module).values() if hasattr(value, "stats") and hasattr(value, "py_func"))
+
+
+def _cache_folders(algorithm: str) -> set[str]:
+    return {str(function.stats.cache_path) for function in _compiled_functions(algorithm) if function.stats.cache_path}
+
+
+def _threads(backend: str) -> int:
+    if backend != "numba_cpu":
+        return 1
+    import numba
+
+    return int(numba.get_num_threads())
+
+
+def _wrap(first: str, text: str) -> None:
+    """Print text wrapped at WIDTH, its later lines indented as far as the first."""
+    indent = " " * len(first)
+    print(textwrap.fill(text, WIDTH, initial_indent=first, subsequent_indent=indent, break_long_words=False))
+
+
+# ---- demo ------------------------------------------------------------------------------------------
+
+DEMO_SRAM = 64 * hardware.KIB  # M of numpy_tiled in the demo: small, so that a short text has many tiles
+TILED_TOKENS = 512  # numpy_tiled runs at the speed of Python, so it gets no more of the text
+EMBEDDING = 64  # width of a byte's embedding
+TIMED_RUNS, TIMED_SECONDS = 5, 1.0  # best of as many runs as fit
+WARM_TOKENS = 32  # one small call compiles every kernel of an algorithm
+RESULTS = {"forward": ("out", "lse"), "backward": ("dq", "dk", "dv")}
+
+
+@dataclasses.dataclass
+class _Line:
+    """One line of the demo's tables: one kernel, one direction."""
+
+    backend: str
+    algorithm: str
+    direction: str
+    tokens: int
+    heads: int
+    seconds: float = 0.0
+    flops: int = 0
+    extra: int = 0
+    ratios: dict[str, float] = dataclasses.field(default_factory=dict)
+    predicted: Traffic | None = None
+    counted: Traffic | None = None
+    failure: str | None = None
+
+    @property
+    def worst(self) -> str:
+        return max(self.ratios, key=lambda name: self.ratios[name])
+
+    @property
+    def complaint(self) -> str | None:
+        """What disagrees, in words; None when nothing does."""
+        who = f"{self.backend} {self.algorithm} {self.direction}"
+        if self.failure is not None:
+            return f"{who}: {self.failure}"
+        if not self.ratios[self.worst] <= 1:
+            return f"{who}: {self.worst} is {self.ratios[self.worst]:.3g} times the allowed error from the oracle"
+        if self.counted is not None and self.counted != self.predicted:
+            return f"{who}: counted loads and stores are not the predicted ones"
+        return None
+
+
+def _demo(options: argparse.Namespace) -> int:
+    if options.text is None:
+        source, name = importlib.resources.files("rawflash").joinpath("data/alice.txt").read_bytes(), "alice.txt"
+    else:
+        source, name = Path(options.text).read_bytes(), options.text
+    text = source[: options.tokens]
+    if not text:
+        raise _InputError(f"{name}: an empty text; expected at least one byte")
+    if options.seed < 0:
+        raise _InputError(f"--seed is {options.seed}; expected an int >= 0")
+    inputs = _embed(text, options.heads, options.dim, options.seed)
+    asked = [b for b in ("numpy_tiled", *BACKENDS) if options.backends is None or b in options.backends]
+    absent: dict[str, str] = {}
+    present = []
+    for backend in dict.fromkeys(asked):
+        reason = next((text for text in map(_loads(backend), BACKENDS[backend].algorithms) if text), None)
+        if reason is None:
+            present += [(backend, algorithm) for algorithm in BACKENDS[backend].algorithms]
+        else:
+            absent[backend] = reason
+    compiled = sorted(algorithm for backend, algorithm in present if backend == "numba_cpu")
+
+    print(f"Causal attention over {len(text):,} of {len(source):,} bytes of {name}: {options.heads} heads, d = {options.dim}, float32")
+    steps = 2 + 2 * len(present)
+    with _Progress(steps) as progress, contextlib.ExitStack() as stack:
+        jobs = [stack.enter_context(_compiling(algorithm, options.dim)) for algorithm in compiled]
+        progress.step("the oracle: dense float64" + ("; numba_cpu: compiling, first time only" if jobs else ""))
+        cases = {tokens: _Case.of(inputs, tokens) for tokens in {_tokens(backend, len(text)) for backend, _ in present}}
+        results = {}
+        for backend, algorithm in present:
+            if backend == "numpy_tiled":
+                progress.step(f"{backend} {algorithm}: checking, counting loads and stores")
+                results[backend, algorithm] = _check_kernel(backend, algorithm, cases[_tokens(backend, len(text))])
+        progress.step("numba_cpu: compiling, first time only" if jobs else "nothing to compile")
+        compile_text = _finish_compiling(jobs)
+        for backend, algorithm in present:
+            if backend != "numpy_tiled":
+                progress.step(f"{backend} {algorithm}: loading its compiled code, checking")
+                results[backend, algorithm] = _check_kernel(backend, algorithm, cases[_tokens(backend, len(text))])
+        for backend, algorithm in present:
+            progress.step(f"{backend} {algorithm}: timing")
+            if all(line.failure is None for line in results[backend, algorithm]):
+                _time_kernel(results[backend, algorithm], cases[_tokens(backend, len(text))])
+    lines = [line for pair in present for line in results[pair]]
+
+    _print_demo(lines, compile_text, absent)
+    complaints = [line.complaint for line in lines if line.complaint is not None]
+    if not lines:
+        complaints.append("no backend ran")
+    for complaint in complaints:
+        _wrap("DISAGREES: ", complaint)
+    if complaints:
+        _wrap("Read: ", "the lines marked DISAGREES above name each kernel that is wrong; do not use it here.")
+        return DISAGREES
+    _wrap("Read: ", "all agree: every error is below 1, the most allowed, and counted = predicted.")
+    return DONE
+
+
+def _embed(text: bytes, heads: int, d: int, seed: int) -> tuple[np.ndarray, ...]:
+    """q, k, v and dout ``(1, heads, T, d)``: bytes embedded with their positions, projected four ways.
+
+    ``dout`` is a projection of the byte that follows.
+    """
+    rng = np.random.default_rng(seed)
+    symbols = np.frombuffer(text, np.uint8)
+    position = np.arange(len(symbols))[:, None] / 10000 ** (2 * np.arange(EMBEDDING // 2) / EMBEDDING)
+    X = rng.standard_normal((256, EMBEDDING))[symbols] + np.hstack([np.sin(position), np.cos(position)])
+    projections = rng.standard_normal((4, EMBEDDING, heads * d)) / np.sqrt(EMBEDDING)
+
+    def project(rows: np.ndarray, W: np.ndarray) -> np.ndarray:
+        return np.ascontiguousarray((rows @ W).reshape(len(rows), heads, d).swapaxes(0, 1)[None], np.float32)
+
+    sources = (X, X, X, np.roll(X, -1, axis=0))
+    return tuple(project(rows, W) for rows, W in zip(sources, projections, strict=True))
+
+
+def _tokens(backend: str, tokens: int) -> int:
+    return min(tokens, TILED_TOKENS) if backend == "numpy_tiled" else tokens
+
+
+@dataclasses.dataclass
+class _Case:
+    """The arrays of a prefix of the text, and what the oracle says to them."""
+
+    q: np.ndarray
+    k: np.ndarray
+    v: np.ndarray
+    dout: np.ndarray
+    reference: accuracy.Reference
+
+    @classmethod
+    def of(cls, inputs: tuple[np.ndarray, ...], tokens: int) -> _Case:
+        q, k, v, dout = (array[:, :, :tokens] for array in inputs)
+        return cls(q, k, v, dout, accuracy.reference(q, k, v, dout, causal=True))
+
+
+def _demo_options(backend: str, algorithm: str, q: np.ndarray) -> dict[str, Any]:
+    """The options of a call in the demo: numpy_tiled gets DEMO_SRAM if that holds its tiles."""
+    options: dict[str, Any] = {"causal": True, "backend": backend, "algorithm": algorithm}
+    if backend == "numpy_tiled":
+        problem, _ = check(q, q, q, sram=DEMO_SRAM, **options)
+        with contextlib.suppress(TileError):
+            for direction in DIRECTIONS:
+                plan_tiles(problem, lookup(problem, direction)[1], direction)
+            options["sram"] = DEMO_SRAM
+    return options
+
+
+def _check_kernel(backend: str, algorithm: str, case: _Case) -> list[_Line]:
+    """Forward and backward once: errors, extra memory and, by numpy_tiled, counts."""
+    q, k, v, dout, reference = case.q, case.k, case.v, case.dout, case.reference
+    lines = [_Line(backend, algorithm, direction, q.shape[2], q.shape[1]) for direction in DIRECTIONS]
+    forward, backward = lines
+    line = forward
+    try:
+        options = _demo_options(backend, algorithm, q)
+        if backend != "numpy_tiled":  # so that what is measured below is not the loading of compiled code
+            _small_call(options, q.shape[-1])
+        problem, x = check(q, k, v, return_lse=True, **options)
+        forward.flops, forward.predicted, (out, lse) = _measured(forward, problem, x, lambda: api._forward(problem, x))
+        forward.ratios = {n: accuracy.error_ratio(n, a, reference) for n, a in (("out", out), ("lse", lse))}
+
+        line = backward
+        problem, x = check(q, k, v, dout=dout, o=out, lse=lse, direction="backward", **options)
+        backward.flops, backward.predicted, grads = _measured(backward, problem, x, lambda: api._backward(problem, x))
+        names = RESULTS["backward"]
+        backward.ratios = {n: accuracy.error_ratio(n, a, reference) for n, a in zip(names, grads, strict=True)}
+        if backend == "numpy_tiled":
+            for line in lines:
+                line.counted = _count(line.direction, case, out, lse, options)
+    except RawflashError as error:
+        line.failure = f"failed: {error}"
+        backward.failure = backward.failure or "not run"
+    return lines
+
+
+def _measured(
+    line: _Line, problem: Problem, x: Operands, call: Callable[[], Any]
+) -> tuple[int, Traffic, tuple[np.ndarray, ...]]:
+    """Run a call under tracemalloc; its arithmetic on visible pairs, its predicted traffic, its results."""
+    _, chip = lookup(problem, line.direction)
+    tiles = plan_tiles(problem, chip, line.direction)
+    tracemalloc.start()
+    try:
+        results = call()
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    line.extra = max(0, peak - sum(array.nbytes for array in results))
+    if line.backend == "numba_cpu":  # allocated inside compiled code, where tracemalloc does not see it
+        line.extra += _threads(line.backend) * tiles.smem_bytes
+    predicted = traffic(problem, tiles, line.direction, visibility=x.visibility)
+    fewest = dataclasses.replace(problem, algorithm="fa2", deterministic=False)
+    useful = traffic(fewest, Tiles(1, 1), line.direction, visibility=x.visibility)
+    return useful.flops, predicted, results
+
+
+def _count(direction: str, case: _Case, out: np.ndarray, lse: np.ndarray, options: dict[str, Any]) -> Traffic:
+    """Loads and stores of one numpy_tiled kernel, as its memory counts them."""
+    from rawflash.backends.numpy_tiled.memory import Memory
+
+    q, k, v = case.q, case.k, case.v
+    if direction == "forward":
+        problem, x = check(q, k, v, return_lse=True, **options)
+    else:
+        problem, x = check(q, k, v, dout=case.dout, o=out, lse=lse, direction="backward", **options)
+    kernel, chip = lookup(problem, direction)
+    tiles, result = plan_tiles(problem, chip, direction), arrays.Result(problem, x)
+    memory = Memory.of(problem, tiles)
+    if direction == "forward":
+        kernel(problem, tiles, x, result.canonical("out"), result.canonical("lse"), memory=memory)
+    else:
+        kernel(problem, tiles, x, {name: result.canonical(name) for name in x.wrt}, memory=memory)
+    return memory.traffic()
+
+
+def _time_kernel(lines: list[_Line], case: _Case) -> None:
+    """Time the public functions: the best of a few runs, nothing compiled any more."""
+    q, k, v, dout = case.q, case.k, case.v, case.dout
+    options = _demo_options(lines[0].backend, lines[0].algorithm, q)
+    out, lse = api.attention(q, k, v, return_lse=True, **options)
+    calls = {
+        "forward": lambda: api.attention(q, k, v, return_lse=True, **options),
+        "backward": lambda: api.attention_backward(dout, q, k, v, out, lse, **options),
+    }
+    for line in lines:
+        times: list[float] = []
+        while len(times) < TIMED_RUNS and sum(times) < TIMED_SECONDS:
+            start = time.perf_counter()
+            calls[line.direction]()
+            times.append(time.perf_counter() - start)
+        line.seconds = min(times)
+
+
+def _small_call(options: dict[str, Any], d: int) -> None:
+    """Forward and backward on few tokens, which compiles every kernel of an algorithm for float32."""
+    x = np.zeros((1, 1, WARM_TOKENS, d), np.float32)
+    out, lse = api.attention(x, x, x, return_lse=True, **options)
+    api.attention_backward(x, x, x, x, out, lse, **options)
+
+
+def compile_ahead(algorithm: str, d: int) -> int:
+    """Compile the numba_cpu kernels of one algorithm for float32 into the cache on disk.
+
+    Parameters
+    ----------
+    algorithm : {"fa1", "fa2"}
+    d : int
+        Head dimension of the call that is made to compile them.
+
+    Returns
+    -------
+    int
+        Functions compiled; 0 when all were in the cache.
+    """
+    _small_call({"causal": True, "backend": "numba_cpu", "algorithm": algorithm}, d)
+    return sum(sum(function.stats.cache_misses.values()) for function in _compiled_functions(algorithm))
+
+
+_Job = tuple[subprocess.Popen[str] | None, float]
+
+
+@contextlib.contextmanager
+def _compiling(algorithm: str, d: int) -> Iterator[_Job]:
+    """A process of its own that fills the cache: Numba compiles on one core, so two compile on two.
+
+    A demo that is interrupted ends it. One that fails is no harm: the demo then compiles itself.
+    """
+    start = time.perf_counter()
+    code = f"from rawflash.cli import compile_ahead; print(compile_ahead({algorithm!r}, {d}))"
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
+    process = None
+    with contextlib.suppress(OSError):
+        process = subprocess.Popen(
+            [sys.executable, "-P", "-c", code], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL, text=True, env=environment, start_new_session=True,
+        )  # fmt: skip
+    try:
+        yield process, start
+    finally:
+        if process is not None:
+            if process.poll() is None:
+                process.terminate()
+            process.communicate()
+
+
+def _finish_compiling(jobs: list[_Job]) -> str | None:
+    """Wait for the compilers; a sentence on what they did."""
+    if not jobs:
+        return None
+    functions = 0
+    for process, _ in jobs:
+        output = "" if process is None else process.communicate()[0]
+        functions += int(output) if output.strip().isdecimal() else 0
+    if functions == 0:
+        return "numba_cpu: its compiled code was in the cache"
+    seconds = time.perf_counter() - min(start for _, start in jobs)
+    return f"numba_cpu: compiled {functions} functions in {seconds:.0f} s, first time only; kept on disk"
+
+
+class _Progress:
+    """Progress on stderr: a bar on a terminal, a line for each step elsewhere."""
+
+    def __init__(self, steps: int) -> None:
+        self.steps, self.done = steps, 0
+        self.bar: Any = None
+
+    def __enter__(self) -> _Progress:
+        if sys.stderr.isatty():
+            from rich.console import Console
+            from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+            columns = (SpinnerColumn(), MofNCompleteColumn(), BarColumn(12), TimeElapsedColumn(), TextColumn("{task.description}"))
+            self.bar = Progress(*columns, console=Console(stderr=True), transient=True)
+            self.bar.start()
+            self.task = self.bar.add_task("", total=self.steps)
+        return self
+
+    def step(self, text: str) -> None:
+        """Begin the next step."""
+        if self.bar is None:
+            print(f"[{self.done + 1}/{self.steps}] {text}", file=sys.stderr, flush=True)
+        else:
+            self.bar.update(self.task, completed=self.done, description=text)
+        self.done += 1
+
+    def __exit__(self, *exception: object) -> None:
+        if self.bar is not None:
+            self.bar.stop()
+
+
+def _print_demo(lines: list[_Line], compile_text: str | None, absent: dict[str, str]) -> None:
+    speed = _table("backend", "algorithm", ">T", "pass", ">time\nms", ">GFLOP\n/s", ">extra\nMiB", ">dense\nMiB", ">error", "")
+    moved = _table("backend", "algorithm", ">T", "pass", ">loads\npredicted", ">\ncounted", ">stores\npredicted", ">\ncounted")
+    for line in lines:
+        name = (line.backend, line.algorithm, str(line.tokens), line.direction[:3])
+        dense = f"{4 * line.heads * line.tokens**2 / 2**20:.2f}"
+        if line.failure is not None or line.predicted is None:
+            speed.add_row(*name, "", "", "", dense, "", "FAILED")
+            continue
+        speed.add_row(
+            *name, f"{line.seconds * 1e3:.1f}", f"{line.flops / max(line.seconds, 1e-9) / 1e9:.2f}",
+            f"{line.extra / 2**20:.2f}", dense, f"{line.ratios[line.worst]:.2f} {line.worst:>3}",
+            "ok" if line.complaint is None else "WRONG",
+        )  # fmt: skip
+        counted = ("-", "-") if line.counted is None else (f"{line.counted.loaded:,}", f"{line.counted.stored:,}")
+        moved.add_row(*name, f"{line.predicted.loaded:,}", counted[0], f"{line.predicted.stored:,}", counted[1])
+    _show(speed)
+    _show(moved)
+    present = {line.backend for line in lines}
+    _wrap("time: ", f"best of up to {TIMED_RUNS} runs of the public function, without compiling.")
+    _wrap("GFLOP/s: ", "arithmetic on the pairs that the causal mask lets through, the same for every kernel.")
+    extra = "peak of NumPy's allocations during the call (tracemalloc), less its results"
+    if "numba_cpu" in present:
+        threads = _threads("numba_cpu")
+        extra += f"; for numba_cpu plus the planned tiles of {threads} thread{'s' * (threads > 1)}"
+    _wrap("extra: ", extra + ". dense: one float32 T x T matrix for all heads.")
+    if any(line.backend == "numpy_tiled" and line.tokens == TILED_TOKENS for line in lines):
+        _wrap("T: ", f"numpy_tiled runs at the speed of Python, so it gets at most {TILED_TOKENS} bytes of the text.")
+    _wrap("error: ", "the worst result, in units of the allowed error; 1 is the most allowed.")
+    chips = [f"{size_text(DEMO_SRAM)} of numpy_tiled (fixed, to show many tiles)"] * ("numpy_tiled" in present)
+    if "numba_cpu" in present:
+        chips.append(f"{size_text(hardware.chip_of('numba_cpu').on_chip_bytes)} of numba_cpu (a quarter of a core's L2)")
+    if chips:
+        _wrap("loads, stores: ", f"elements, predicted from the tiles for M = {', '.join(chips)}; numpy_tiled counts.")
+    if compile_text is not None:
+        _wrap("", compile_text + ".")
+    for backend, reason in absent.items():
+        _wrap(f"not here: {backend}: ", reason)
+
+
+def _table(*headings: str) -> Any:
+    """A table without rulers at the side; ``>`` before a heading aligns its column right."""
+    from rich import box
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
+    for heading in headings:
+        table.add_column(heading.lstrip(">"), justify="right" if heading.startswith(">") else "left")
+    return table
+
+
+def _show(table: Any) -> None:
+    """Print a table; no colour codes unless stdout is a terminal."""
+    from rich.console import Console
+
+    console = Console(file=sys.stdout, highlight=False)
+    with console.capture() as capture:
+        console.print(table)
+    print(capture.get())

@@ -1,0 +1,478 @@
+"""Closed forms for what every algorithm loads, stores and computes.
+
+One call moves elements between slow memory and the on-chip memory of M elements. With
+T_r = T / Br and T_c = T / Bc blocks, no mask and d = dv, one head moves
+
+====================  ==================================================  ==================================
+algorithm             elements                                            Chu, Liu, Lin 2026
+====================  ==================================================  ==================================
+standard forward      4 T^2 + O(T^2 d^2 / M)                              (30)
+standard backward     7 T^2 (and T^2 to compute P again)                  after (32)
+rowwise               O(T d) if M holds K and V, else O(T^3 d / M)        algorithm 1, (39); 5, (70)
+fa2 forward           2 T_r T_c |J| d + 2 T d                             (45), (50): O(T^2 d^2 / M)
+fa1 forward           3 T_r T_c |I| d + 2 T d                             algorithm 4
+fa2 backward, ji      3 T_r T_c |I| d + O(T d)                            algorithm 8
+fa2 backward, ij      4 T_r T_c |J| d + O(T d)                            algorithm 6
+fa1 backward          5 T_r T_c |I| d + O(T d)                            algorithm 7
+====================  ==================================================  ==================================
+
+The slides compare the two backward orders at one inner index, 4 T_r |J| d (one j, all i) against
+3 T_c |I| d (one i, all j). Over all of them these are 4 T_r T d and 3 T_c T d, and the number of outer
+blocks, T_r of the one and T_c of the other, is the same for the same M.
+
+numpy_tiled counts what it really moves; ``tests/test_traffic.py`` holds that its counts equal these
+forms exactly, with masks and ragged last blocks too, because the forms are sums over the visited
+pairs of blocks (:class:`Visits`), which are themselves closed forms for bands.
+
+Row statistics (m, l, lse, dlse, gamma: one number a row) are kept apart from matrices.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from rawflash.masks import EMPTY, FULL, Visibility
+from rawflash.problem import Problem
+from rawflash.tiling import IJ, JI, RESIDENT, Tiles
+
+ROW_STATISTICS = ("m", "l", "lse", "dlse", "gamma")
+Counts = tuple[tuple[str, int], ...]
+
+
+def _counts(counts: Mapping[str, int]) -> Counts:
+    return tuple((name, int(n)) for name, n in sorted(counts.items()) if n)
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Elements moved by one call, by the name of the array, and its arithmetic.
+
+    Attributes
+    ----------
+    loads, stores : tuple of (str, int)
+        Matrices: slow memory to chip, chip to slow memory.
+    row_loads, row_stores : tuple of (str, int)
+        Row statistics.
+    flops : int
+        0 in a record of counts: memory does not see arithmetic.
+
+    Examples
+    --------
+    >>> t = Traffic.of({"Q": 8, "lse": 2}, {"O": 8})
+    >>> t.elements, t.load("Q"), dict(t.row_loads)
+    (16, 8, {'lse': 2})
+    """
+
+    loads: Counts = ()
+    stores: Counts = ()
+    row_loads: Counts = ()
+    row_stores: Counts = ()
+    flops: int = field(default=0, compare=False)
+
+    @classmethod
+    def of(cls, loads: Mapping[str, int], stores: Mapping[str, int], flops: int = 0) -> Traffic:
+        """From counts by name, row statistics among them."""
+        parts = (loads, stores)
+        matrices = [{n: c for n, c in part.items() if n not in ROW_STATISTICS} for part in parts]
+        rows = [{n: c for n, c in part.items() if n in ROW_STATISTICS} for part in parts]
+        counts = [_counts(part) for part in (*matrices, *rows)]
+        return cls(counts[0], counts[1], counts[2], counts[3], int(flops))
+
+    def load(self, name: str) -> int:
+        """Elements of one array loaded."""
+        return dict(self.loads + self.row_loads).get(name, 0)
+
+    def store(self, name: str) -> int:
+        """Elements of one array stored."""
+        return dict(self.stores + self.row_stores).get(name, 0)
+
+    @property
+    def loaded(self) -> int:
+        """Elements of matrices loaded."""
+        return sum(n for _, n in self.loads)
+
+    @property
+    def stored(self) -> int:
+        """Elements of matrices stored."""
+        return sum(n for _, n in self.stores)
+
+    @property
+    def elements(self) -> int:
+        """Elements of matrices moved either way: what the papers count."""
+        return self.loaded + self.stored
+
+    @property
+    def row_elements(self) -> int:
+        """Elements of row statistics moved either way."""
+        return sum(n for _, n in self.row_loads + self.row_stores)
+
+    def __str__(self) -> str:
+        names = list(dict.fromkeys(n for n, _ in self.loads + self.stores + self.row_loads + self.row_stores))
+        lines = [f"{'array':<8} {'loads':>14} {'stores':>14}"]
+        lines += [f"{name:<8} {self.load(name):>14} {self.store(name):>14}" for name in names]
+        lines.append(f"{'matrices':<8} {self.loaded:>14} {self.stored:>14}")
+        if self.flops:
+            per_element = self.flops / max(self.elements, 1)
+            lines.append(f"{self.flops} floating-point operations, {per_element:.1f} an element moved")
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class Visits:
+    """Sums over the pairs of blocks (I, J) that a kernel visits, over all query heads.
+
+    Attributes
+    ----------
+    pairs, q_rows, k_rows, cells : int
+        Sums of 1, ``|I|``, ``|J|``, ``|I| |J|``; without a mask ``T_r T_c``, ``T_c Tq``,
+        ``T_r Tk`` and ``Tq Tk`` a head.
+    masked : int
+        Cells of the visited pairs that a ``mask=`` has to be read for.
+    q, k : int
+        Rows of Q of all query heads, and of K of all *query* heads.
+    """
+
+    pairs: int
+    q_rows: int
+    k_rows: int
+    cells: int
+    masked: int
+    q: int
+    k: int
+
+
+def visits(
+    problem: Problem, br: int, bc: int, visibility: Visibility | None = None, *, dense: bool = False
+) -> Visits:
+    """Which pairs of ``br`` rows and ``bc`` keys are visited.
+
+    Parameters
+    ----------
+    problem : Problem
+    br, bc : int
+    visibility : Visibility, optional
+        That of the call (``Operands.visibility``). Without it: full lengths, lower-right alignment and
+        no ``mask=``.
+    dense : bool
+        Empty pairs are visited too (the standard algorithm).
+
+    Notes
+    -----
+    The cost is O(T_r) for lengths and bands, O(B Hq T_r T_c) for a ``mask=``.
+    """
+    if visibility is None:
+        whole = np.ones(problem.B, np.int64)
+        q_lengths, k_lengths = whole * problem.Tq, whole * problem.Tk
+        visibility = Visibility(problem.band, None, k_lengths - q_lengths, q_lengths, k_lengths)
+    total = np.zeros(7, dtype=object)
+    if visibility.mask is None:
+        per_sequence = (visibility.q_lengths, visibility.kv_lengths, visibility.q_offset)
+        cases = Counter(zip(*(array.tolist() for array in per_sequence), strict=True))
+        lower, upper = (None, None) if dense else (visibility.band.lower, visibility.band.upper)
+        for (q_length, k_length, offset), times in cases.items():
+            total += np.array(_band(q_length, k_length, offset, br, bc, lower, upper)) * times * problem.Hq
+    else:
+        for b in range(problem.B):
+            for h in range(problem.Hq):
+                total += np.array(_pairs(visibility, b, h, br, bc, dense))
+    return Visits(*(int(n) for n in total))
+
+
+def _band(
+    q_length: int, k_length: int, offset: int, br: int, bc: int, lower: int | None, upper: int | None
+) -> tuple[int, ...]:
+    """The sums of one head under ``lower <= j - (i + offset) <= upper``."""
+    i0 = np.arange(0, q_length, br, dtype=np.int64)
+    i1 = np.minimum(i0 + br, q_length)
+    first = np.zeros_like(i0) if lower is None else i0 + offset + lower  # first and last key seen
+    last = np.full_like(i0, k_length - 1) if upper is None else i1 - 1 + offset + upper
+    first, last = np.maximum(first, 0), np.minimum(last, k_length - 1)
+    some = first <= last
+    J0, J1 = first // bc, last // bc + 1  # blocks of keys J0 <= J < J1
+    pairs = np.where(some, J1 - J0, 0)
+    keys = np.where(some, np.minimum(J1 * bc, k_length) - J0 * bc, 0)
+    rows = i1 - i0
+    sums = (pairs, pairs * rows, keys, keys * rows)
+    return *(int(terms.sum()) for terms in sums), 0, q_length, k_length
+
+
+def _pairs(visibility: Visibility, b: int, h: int, br: int, bc: int, dense: bool) -> tuple[int, ...]:
+    """The sums of one head under any mask, block by block."""
+    q_length, k_length = int(visibility.q_lengths[b]), int(visibility.kv_lengths[b])
+    pairs = q_rows = k_rows = cells = masked = 0
+    for i0 in range(0, q_length, br):
+        i1 = min(i0 + br, q_length)
+        for j0 in range(0, k_length, bc):
+            j1 = min(j0 + bc, k_length)
+            kind = visibility.tile(b, h, i0, i1, j0, j1)
+            if kind != EMPTY or dense:
+                pairs, q_rows, k_rows = pairs + 1, q_rows + i1 - i0, k_rows + j1 - j0
+                cells += (i1 - i0) * (j1 - j0)
+                masked += (i1 - i0) * (j1 - j0) if kind != FULL else 0
+    return pairs, q_rows, k_rows, cells, masked, q_length, k_length
+
+
+def traffic(
+    problem: Problem,
+    tiles: Tiles,
+    direction: str,
+    *,
+    order: str | None = None,
+    visibility: Visibility | None = None,
+    dlse: bool = False,
+    wrt: tuple[str, ...] = ("q", "k", "v"),
+) -> Traffic:
+    """What one call moves and computes.
+
+    Parameters
+    ----------
+    problem : Problem
+    tiles : Tiles
+        As :func:`rawflash.tiling.plan_tiles` returned them.
+    direction : {"forward", "backward"}
+    order : {"ij", "ji"}, optional
+        Of the fa2 backward pass; that of ``tiles`` when left out.
+    visibility : Visibility, optional
+        That of the call; without it, lengths are full and a ``mask=`` is not looked at.
+    dlse : bool
+        A gradient comes in through lse.
+    wrt : tuple of str
+        Gradients asked for.
+
+    Returns
+    -------
+    Traffic
+        Equal to what numpy_tiled counts.
+
+    Examples
+    --------
+    >>> from rawflash.tiling import Tiles
+    >>> problem = Problem(Tq=1024, Tk=1024, d=64, dv=64)
+    >>> t = traffic(problem, Tiles(128, 64), "forward")
+    >>> t.load("K") == 1024 // 128 * 1024 * 64  # T_r |J| T_c d
+    True
+    """
+    dense = problem.algorithm == "standard"
+    visited = visits(problem, tiles.br, tiles.bc, visibility, dense=dense)
+    call = _Call(problem, tiles, visited, dlse, "sinks" in wrt)
+    bias, masked = _bias_elements(problem, visited), visited.masked
+    dbias = bias if "bias" in wrt else 0
+    if (problem.algorithm, direction) == ("fa2", "backward") and problem.deterministic:
+        swapped = visits(problem, tiles.bc, tiles.br, visibility)
+        bias, masked = bias + _bias_elements(problem, swapped), masked + swapped.masked
+        _fa2_backward_deterministic(call, swapped)
+    elif (problem.algorithm, direction) == ("fa2", "backward"):
+        (_fa2_backward_ij if (order or tiles.order or JI) == IJ else _fa2_backward_ji)(call)
+    else:
+        _FORMS[problem.algorithm, direction](call)
+    if (problem.algorithm, direction) == ("standard", "backward"):  # once for P, once for dS
+        bias, masked = 2 * bias, 2 * masked
+    call.loads["bias"] += bias
+    call.loads["mask"] += masked
+    if direction == "backward":
+        call.stores["dbias"] += dbias
+    return Traffic.of(call.loads, call.stores, call.flops)
+
+
+def _bias_elements(problem: Problem, v: Visits) -> int:
+    """The blocks of the bias, length 1 where it broadcasts."""
+    if problem.bias is None:
+        return 0
+    rows, keys = problem.bias[2] > 1, problem.bias[3] > 1
+    return v.cells if rows and keys else v.q_rows if rows else v.k_rows if keys else v.pairs
+
+
+@dataclass
+class _Call:
+    """One call while its counts are added up."""
+
+    problem: Problem
+    tiles: Tiles
+    v: Visits
+    dlse: bool
+    sinks: bool
+    loads: Counter[str] = field(default_factory=Counter)
+    stores: Counter[str] = field(default_factory=Counter)
+    flops: int = 0
+
+    def load(self, **counts: int) -> None:
+        self.loads.update(counts)
+
+    def store(self, **counts: int) -> None:
+        self.stores.update(counts)
+
+    @property
+    def k(self) -> int:
+        """Rows of K of all key/value heads."""
+        return self.v.k // self.problem.group
+
+    def round(self, **counts: int) -> None:
+        """A result accumulated in slow memory in float32 is rounded to a narrower dtype at the end."""
+        if self.problem.dtype != self.problem.compute_dtype:
+            self.load(**counts)
+            self.store(**counts)
+
+    def gamma(self, rows: int) -> None:
+        """gamma = rowsum(dO * O) - dlse of so many rows."""
+        dv = self.problem.dv
+        self.load(O=rows * dv, dO=rows * dv, dlse=rows if self.dlse else 0)
+        self.flops += 2 * rows * dv
+
+    def sink_gradient(self) -> None:
+        self.load(lse=self.v.q if self.sinks else 0)
+
+    def forward_flops(self) -> None:
+        """2 T^2 d + 3 T^2 + 2 T^2 dv (Chu, Liu, Lin, "Memory Versus Computation")."""
+        self.flops += self.v.cells * (2 * self.problem.d + 3 + 2 * self.problem.dv)
+
+    def backward_flops(self) -> None:
+        """Five products, two operations each for P = exp(S - lse) and for dS."""
+        self.flops += self.v.cells * (6 * self.problem.d + 4 * self.problem.dv + 4)
+
+
+def _standard_forward(c: _Call) -> None:
+    """4 T^2 (equation 30): S stored, S loaded, P stored, P loaded."""
+    v, d, dv = c.v, c.problem.d, c.problem.dv
+    c.load(Q=v.q * d, K=v.k_rows * d)
+    c.store(S=v.cells)
+    c.load(S=v.cells)
+    c.store(P=v.cells, lse=v.q)
+    c.load(P=v.cells, V=v.k_rows * dv)
+    c.store(O=v.q * dv)
+    c.forward_flops()
+
+
+def _standard_backward(c: _Call) -> None:
+    """7 T^2: load P; store dP; load P, dP, store dS; load dS twice. And P, stored first."""
+    v, d, dv = c.v, c.problem.d, c.problem.dv
+    slope = v.cells if c.problem.softcap is not None else 0
+    c.load(Q=v.q * d, K=v.k_rows * d, lse=v.q)
+    c.store(P=v.cells, slope=slope)
+    c.load(P=v.cells, dO=v.q_rows * dv)
+    c.store(dV=v.k * dv)
+    c.load(dO=v.q * dv, V=v.k_rows * dv)
+    c.store(dP=v.cells)
+    c.gamma(v.q)
+    c.sink_gradient()
+    c.load(P=v.cells, dP=v.cells, slope=slope)
+    c.store(dS=v.cells)
+    c.load(dS=v.cells, K=v.k_rows * d)
+    c.store(dQ=v.q * d)
+    c.load(dS=v.cells, Q=v.q_rows * d)
+    c.store(dK=v.k * d)
+    c.round(dK=c.k * d, dV=c.k * dv)
+    c.backward_flops()
+
+
+def _rowwise_forward(c: _Call) -> None:
+    """O(T d) with K and V on chip (algorithm 1), else T_r T d with T_r = T^2 / M (equation 39)."""
+    v, d, dv = c.v, c.problem.d, c.problem.dv
+    keys = c.k if c.tiles.order == RESIDENT else v.k_rows
+    c.load(Q=v.q * d, K=keys * d, V=keys * dv)
+    c.store(O=v.q * dv, lse=v.q)
+    c.forward_flops()
+
+
+def _rowwise_backward(c: _Call) -> None:
+    """O(T d) with K, V, dK, dV on chip (algorithm 5), else T_r T d with T_r = 2 T^2 / M (equation 70)."""
+    v, d, dv = c.v, c.problem.d, c.problem.dv
+    c.gamma(v.q)
+    c.sink_gradient()
+    c.load(Q=v.q * d, lse=v.q)
+    c.store(dQ=v.q * d)
+    if c.tiles.order == RESIDENT:
+        c.load(K=c.k * d, V=c.k * dv)
+        c.store(dK=c.k * d, dV=c.k * dv)
+    else:
+        c.load(K=2 * v.k_rows * d, V=v.k_rows * dv)
+        c.store(dK=v.k_rows * d, dV=v.k_rows * dv)
+        c.round(dK=c.k * d, dV=c.k * dv)
+    c.backward_flops()
+
+
+def _fa1_forward(c: _Call) -> None:
+    """O(T^2 d^2 / M): an inner step loads Q and O and stores O (algorithm 4)."""
+    v, d, dv = c.v, c.problem.d, c.problem.dv
+    c.load(K=c.k * d, V=c.k * dv)
+    c.load(Q=v.q_rows * d, O=v.q_rows * dv, m=v.q_rows, l=v.q_rows)
+    c.store(O=v.q_rows * dv, m=v.q_rows, l=v.q_rows)
+    c.load(m=v.q, l=v.q)
+    c.store(lse=v.q)
+    c.round(O=v.q * dv)
+    c.forward_flops()
+
+
+def _fa2_forward(c: _Call) -> None:
+    """O(T^2 d^2 / M): an inner step loads K and V (algorithm 3, equation 50)."""
+    v, d, dv = c.v, c.problem.d, c.problem.dv
+    c.load(Q=v.q * d, K=v.k_rows * d, V=v.k_rows * dv)
+    c.store(O=v.q * dv, lse=v.q)
+    c.forward_flops()
+
+
+def _fa1_backward(c: _Call) -> None:
+    """O(T^2 d^2 / M): an inner step loads Q, O, dO, dQ and stores dQ (algorithm 7)."""
+    v, d, dv = c.v, c.problem.d, c.problem.dv
+    c.load(K=c.k * d, V=c.k * dv)
+    c.gamma(v.q_rows)
+    c.load(Q=v.q_rows * d, lse=v.q_rows, dQ=v.q_rows * d)
+    c.store(dQ=v.q_rows * d, dK=c.k * d, dV=c.k * dv)
+    c.round(dQ=v.q * d)
+    if c.sinks:
+        c.gamma(v.q)
+        c.sink_gradient()
+    c.backward_flops()
+
+
+def _fa2_backward_ji(c: _Call, *, with_dQ: bool = True) -> None:
+    """3 T_c |I| d (algorithm 8): an inner step loads Q and dO and adds dQ."""
+    v, d, dv = c.v, c.problem.d, c.problem.dv
+    c.gamma(v.q)
+    c.sink_gradient()
+    c.store(gamma=v.q)
+    c.load(K=c.k * d, V=c.k * dv)
+    c.load(Q=v.q_rows * d, dO=v.q_rows * dv, lse=v.q_rows, gamma=v.q_rows)
+    c.store(dK=c.k * d, dV=c.k * dv)
+    if with_dQ:
+        c.store(dQ=v.q_rows * d)
+        c.round(dQ=v.q * d)
+    c.backward_flops()
+
+
+def _fa2_backward_ij(c: _Call, *, with_dK_dV: bool = True) -> None:
+    """4 T_r |J| d (algorithm 6): an inner step loads K and V and adds dK and dV."""
+    v, d, dv = c.v, c.problem.d, c.problem.dv
+    c.gamma(v.q)
+    c.load(Q=v.q * d, lse=v.q, K=v.k_rows * d, V=v.k_rows * dv)
+    c.store(dQ=v.q * d)
+    if with_dK_dV:
+        c.sink_gradient()
+        c.store(dK=v.k_rows * d, dV=v.k_rows * dv)
+        c.round(dK=c.k * d, dV=c.k * dv)
+    c.backward_flops()
+
+
+def _fa2_backward_deterministic(c: _Call, swapped: Visits) -> None:
+    """2 T_c |I| d for dK and dV, then 2 T_r |J| d for dQ; P and dP are computed twice."""
+    _fa2_backward_ji(c, with_dQ=False)
+    first, c.v = c.v, swapped
+    _fa2_backward_ij(c, with_dK_dV=False)
+    c.v = first
+    # dQ is not computed in the first pass, dK and dV not in the second
+    d, dv = c.problem.d, c.problem.dv
+    c.flops -= first.cells * 2 * d + swapped.cells * (2 * d + 2 * dv)
+
+
+_FORMS = {
+    ("standard", "forward"): _standard_forward,
+    ("standard", "backward"): _standard_backward,
+    ("rowwise", "forward"): _rowwise_forward,
+    ("rowwise", "backward"): _rowwise_backward,
+    ("fa1", "forward"): _fa1_forward,
+    ("fa1", "backward"): _fa1_backward,
+    ("fa2", "forward"): _fa2_forward,
+}

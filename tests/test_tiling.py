@@ -1,0 +1,159 @@
+"""Blocks from M: the formula, the byte sum, the granule, and honest refusals."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rawflash.errors import BackendError, ProblemError, TileError
+from rawflash.hardware import CHIPS, Chip, chip, chip_of
+from rawflash.problem import Problem
+from rawflash.tiling import DAO_BACKWARD_BLOCKS, RESIDENT, STREAMED, plan_tiles
+
+LOOPS = Chip("loops", 1 << 16, 1, "loops")
+VECTOR = Chip("vector", 1 << 16, 16, "vector", 512)
+ITEM = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
+
+
+def problem(algorithm="fa2", T=4096, d=64, **more):
+    return Problem(**({"Tq": T, "Tk": T, "d": d, "dv": d, "algorithm": algorithm} | more))
+
+
+# ---- the formula -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("M", [4096, 16384, 65536])
+@pytest.mark.parametrize("d", [16, 64])
+@pytest.mark.parametrize("algorithm", ["fa1", "fa2"])
+def test_equations_44_and_79(algorithm, M, d):
+    """|outer| = M / (blocks d), |inner| = min of that and d, where blocks divide evenly."""
+    for direction, blocks in (("forward", 4), ("backward", 8)):
+        tiles = plan_tiles(problem(algorithm, d=d, sram=4 * M), LOOPS, direction)
+        queries_outside = (algorithm, direction) == ("fa2", "forward")
+        outer, inner = (tiles.br, tiles.bc) if queries_outside else (tiles.bc, tiles.br)
+        assert outer == M // (blocks * d)
+        assert inner == min(M // (blocks * d), d)
+        assert tiles.order == ("ij" if queries_outside else "ji")
+        assert len(tiles.resident) == blocks
+        assert tiles.smem_bytes == 4 * tiles.elements <= 4 * M
+
+
+def test_backward_with_queries_outside():
+    ji = plan_tiles(problem(sram=1 << 18), LOOPS, "backward")
+    ij = plan_tiles(problem(sram=1 << 18), LOOPS, "backward", order="ij")
+    assert (ij.br, ij.bc) == (ji.bc, ji.br)
+
+
+def test_blocks_of_dao_overflow():
+    """M / (4 d) in the backward pass: eight blocks of M / 4 elements."""
+    ours = plan_tiles(problem(sram=1 << 18), LOOPS, "backward")
+    theirs = plan_tiles(problem(sram=1 << 18), LOOPS, "backward", blocks=DAO_BACKWARD_BLOCKS)
+    assert theirs.bc == 2 * ours.bc
+    assert ours.smem_bytes <= 1 << 18 < theirs.smem_bytes
+
+
+def test_float32_accumulators_count():
+    """float16 tiles of Q, K, V beside float32 O and S: the formula's blocks overflow, the plan does not."""
+    tiles = plan_tiles(problem(dtype="float16", d=128), chip("sm_90"), "forward")
+    sizes = {tile.name: tile.itemsize for tile in tiles.resident}
+    assert sizes == {"Q": 2, "O": 4, "K or V": 2, "S": 4}
+    assert tiles.smem_bytes <= 232448
+    assert tiles.br % 16 == tiles.bc % 16 == 0
+
+
+def test_rowwise_keeps_keys_when_they_fit():
+    small = plan_tiles(problem("rowwise", T=64, sram=1 << 16), LOOPS, "forward")
+    large = plan_tiles(problem("rowwise", T=1024, sram=1 << 16), LOOPS, "forward")
+    assert small.order == RESIDENT and small.bc == 64
+    assert large.order == STREAMED and large.br <= (1 << 14) // 1024  # at most M / T rows
+
+
+def test_numba_cpu_blocks_are_granules_up_to_512():
+    tiles = plan_tiles(problem(d=8, T=10**6), Chip("c", 1 << 24, 16, "vector", 512), "forward")
+    assert tiles.br == 512 and tiles.bc == 16
+    tiles = plan_tiles(problem(d=8, T=20), VECTOR, "forward")
+    assert tiles.br == 32  # 20 rounded up
+
+
+# ---- properties ------------------------------------------------------------------------------------
+
+problems = st.builds(
+    problem,
+    algorithm=st.sampled_from(("fa1", "fa2", "standard", "rowwise")),
+    T=st.just(0),
+    Tq=st.integers(0, 3000),
+    Tk=st.integers(0, 3000),
+    d=st.integers(1, 300),
+    dv=st.integers(1, 300),
+    dtype=st.sampled_from(tuple(ITEM)),
+    softcap=st.sampled_from((None, 2.0)),
+    sram=st.integers(1, 1 << 20),
+)
+chips = st.sampled_from((LOOPS, VECTOR, *CHIPS.values()))
+directions = st.sampled_from(("forward", "backward"))
+
+
+@given(problems, chips, directions, st.sampled_from((None, "ij")))
+def test_plan_fits_or_refuses(problem, chip, direction, order):
+    if (problem.algorithm, direction) != ("fa2", "backward"):
+        order = None
+    try:
+        tiles = plan_tiles(problem, chip, direction, order=order)
+    except TileError as error:
+        assert error.needed > error.available == problem.sram
+        assert str(error.needed) in str(error) and str(error.available) in str(error)
+        more = Problem(**(vars(problem) | {"sram": error.needed}))  # the numbers are the truth
+        assert plan_tiles(more, chip, direction, order=order).smem_bytes <= error.needed
+        less = Problem(**(vars(problem) | {"sram": error.needed - 1}))
+        with pytest.raises(TileError):
+            plan_tiles(less, chip, direction, order=order)
+        return
+    assert tiles.smem_bytes <= problem.sram
+    whole_keys = tiles.order == RESIDENT
+    assert tiles.br > 0 and tiles.br % chip.granule == 0
+    assert tiles.bc > 0 and (whole_keys or tiles.bc % chip.granule == 0)
+    assert tiles.br < problem.Tq + chip.granule or tiles.br == chip.granule
+    assert tiles.bc < problem.Tk + chip.granule or tiles.bc == chip.granule
+    if chip.most_rows and problem.algorithm in ("fa1", "fa2"):
+        assert max(tiles.br, tiles.bc) <= chip.most_rows
+    text = str(tiles)
+    assert all(tile.name in text for tile in tiles.resident) and str(problem.sram) in text
+
+
+@given(problems, directions)
+def test_more_memory_never_makes_the_outer_block_smaller(problem, direction):
+    outer = []
+    for sram in (1 << 20, 1 << 21, 1 << 22):
+        tiles = plan_tiles(Problem(**(vars(problem) | {"sram": sram, "algorithm": "fa2"})), LOOPS, direction)
+        outer.append(tiles.br if tiles.order == "ij" else tiles.bc)
+    assert outer == sorted(outer)
+
+
+# ---- chips -----------------------------------------------------------------------------------------
+
+
+def test_chips():
+    assert {name: row.on_chip_bytes for name, row in CHIPS.items()} == {
+        "sm_75": 65536, "sm_80": 166912, "sm_86": 101376, "sm_89": 101376,
+        "sm_90": 232448, "sm_100": 232448, "sm_120": 101376,
+    }  # fmt: skip
+    assert (
+        chip_of("numpy_tiled").on_chip_bytes
+        == chip_of("numba_cpu").on_chip_bytes
+        == chip("cpu").on_chip_bytes
+    )
+    assert (chip_of("numpy_tiled").granule, chip_of("numba_cpu").granule) == (1, 16)
+    with pytest.raises(ProblemError, match="arch is 'sm_1'; expected one of 'cpu', 'sm_75'"):
+        chip("sm_1")
+    with pytest.raises(BackendError):
+        chip_of("cupy_raw")
+
+
+def test_a_cache_is_advice_and_sram_is_a_limit():
+    """A head dimension too large for a quarter of L2 still runs on a CPU, unless the caller set M."""
+    soft = Chip("cpu", 1 << 16, 16, "vector", 512, hard=False)
+    tiles = plan_tiles(problem(d=2048), soft, "backward")
+    assert tiles.smem_bytes == tiles.on_chip_bytes > 1 << 16
+    with pytest.raises(TileError, match="sram=65536"):
+        plan_tiles(problem(d=2048, sram=1 << 16), soft, "backward")
+    with pytest.raises(TileError, match=r"blocks of 16 rows need .* bytes; M is 65536 bytes \(sm_75\)"):
+        plan_tiles(problem(d=2048), chip("sm_75"), "backward")
