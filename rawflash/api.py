@@ -300,7 +300,8 @@ def merge_attention(outs: Sequence[Any], lses: Sequence[Any]) -> tuple[Any, Any]
     merged = np.zeros(parts[0].shape, compute)
     for weight, part in zip(weights, parts, strict=True):
         merged += np.where(weight[..., None] == 0, 0, (weight / safe)[..., None] * part)
-    return arrays.from_numpy(merged.astype(parts[0].dtype), kind), arrays.from_numpy(np.asarray(lse, dtype=compute), kind)
+    merged = merged.astype(parts[0].dtype)
+    return arrays.from_numpy(merged, kind), arrays.from_numpy(np.asarray(lse, dtype=compute), kind)
 
 
 def _forward(problem: Problem, x: Operands) -> Any:

@@ -287,7 +287,7 @@ def _write_arrays(target: Path, results: dict[str, np.ndarray], force: bool) -> 
     handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.", suffix=".tmp")
     try:
         with os.fdopen(handle, "wb") as file:
-            np.savez(file, allow_pickle=False, **results)  # type: ignore[arg-type]
+            np.savez(file, allow_pickle=False, **results)
             file.flush()
             os.fsync(file.fileno())
         os.chmod(temporary, 0o666 & ~_umask())
@@ -729,9 +729,10 @@ def _compiling(algorithm: str, d: int) -> Iterator[_Job]:
         yield process, start
     finally:
         if process is not None:
-            if process.poll() is None:
-                process.terminate()
-            process.communicate()
+            process.terminate()  # nothing to end when it is done
+            process.wait()
+            if process.stdout is not None:
+                process.stdout.close()
 
 
 def _finish_compiling(jobs: list[_Job]) -> str | None:

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -265,7 +266,7 @@ class Segments(Mask):
     """
 
     q_ids: np.ndarray
-    kv_ids: np.ndarray = None  # type: ignore[assignment]
+    kv_ids: Any = None
 
     def __post_init__(self) -> None:
         if self.kv_ids is None:

@@ -229,13 +229,18 @@ def gamma_rows(call, dO, o, dlse, delta, b, h, i0, n_i, ldv, O):
 
 @_helper
 def probabilities(S, ld, n_i, n_j, lse):
-    """S becomes P = exp(S - lse), keys on the lanes; a hidden key has P = 0 whatever lse is."""
+    """S becomes P = exp(S - lse), keys on the lanes; a hidden key has P = 0 whatever lse is.
+
+    No probability exceeds one, but the rounding error of a huge score may exceed lse by more than exp can take.
+    """
     lowest, zero = S.dtype.type(-np.inf), S.dtype.type(0)
     for r in range(n_i):
         row = S[r * ld : r * ld + n_j]
         shift = lse[r]
         for c in range(n_j):
-            row[c] = zero if row[c] == lowest else exp(row[c] - shift)
+            t = row[c] - shift
+            t = zero if t > zero else t  # false for NaN, which passes
+            row[c] = zero if row[c] == lowest else exp(t)
 
 
 @_helper
