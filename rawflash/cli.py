@@ -37,7 +37,7 @@ import numpy as np
 from rawflash import accuracy, api, arrays, hardware
 from rawflash._version import __version__
 from rawflash.backends import BACKENDS, lookup
-from rawflash.errors import BackendError, ProblemError, RawflashError, TileError
+from rawflash.errors import BackendError, RawflashError, TileError
 from rawflash.explain import DIRECTIONS, WIDTH, plan, size_text
 from rawflash.explain import _cannot as why_not
 from rawflash.problem import ALGORITHMS, DTYPES, LAYOUTS, Operands, Problem, check
@@ -101,7 +101,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
 
     demo = commands.add_parser("demo", help="run and check every kernel of this machine on a text")
-    demo.add_argument("text", nargs="?", metavar="TEXT", help="a file to read; a text that ships with rawflash if left out")
+    demo.add_argument("text", nargs="?", metavar="TEXT", help="a file to read; left out: a text in the package")
     demo.add_argument("--tokens", type=_positive, default=1024, help="bytes of the text to attend over (default 1024)")
     demo.add_argument("--heads", type=_positive, default=8, help="heads (default 8)")
     demo.add_argument("--dim", type=_positive, default=64, help="head dimension (default 64)")
@@ -145,7 +145,7 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     absent = argparse.SUPPRESS
     group.add_argument("--causal", action="store_true", default=absent)
     group.add_argument("--window", type=_window, default=absent, metavar="L,R", help="each an int >= 0 or none")
-    group.add_argument("--q-offset", type=int, default=absent, metavar="N", help="position of query row 0 among the keys")
+    group.add_argument("--q-offset", type=int, default=absent, metavar="N", help="key position of query row 0")
     group.add_argument("--softcap", type=float, default=absent, metavar="C")
     group.add_argument("--dropout", type=float, default=absent, metavar="P")
     group.add_argument("--seed", type=int, default=absent, metavar="N", help="of the dropout")
@@ -317,7 +317,8 @@ def _explain(options: argparse.Namespace) -> int:
     if backend is None and on_gpu:
         backend = "cupy_raw"
     if backend is not None and ("GPU" in BACKENDS[backend].runs_on) != on_gpu:
-        raise BackendError(f"backend {backend!r} takes {BACKENDS[backend].runs_on}; it does not run on {options.arch!r}")
+        runs_on = BACKENDS[backend].runs_on
+        raise BackendError(f"backend {backend!r} takes {runs_on}; it does not run on {options.arch!r}")
 
     # Arrays of one row's memory, so that the one validator sees the call; a plan needs no values.
     stand_in = "float16" if options.dtype == "bfloat16" else options.dtype
@@ -510,7 +511,9 @@ def _demo(options: argparse.Namespace) -> int:
             absent[backend] = reason
     compiled = sorted(algorithm for backend, algorithm in present if backend == "numba_cpu")
 
-    print(f"Causal attention over {len(text):,} of {len(source):,} bytes of {name}: {options.heads} heads, d = {options.dim}, float32")
+    sizes = f"{options.heads} heads, d = {options.dim}, float32"
+    _note("", f"Causal attention over {len(text):,} of {len(source):,} bytes of {name}: {sizes}")
+    sys.stdout.flush()
     steps = 2 + 2 * len(present)
     with _Progress(steps) as progress, contextlib.ExitStack() as stack:
         jobs = [stack.enter_context(_compiling(algorithm, options.dim)) for algorithm in compiled]
@@ -538,11 +541,11 @@ def _demo(options: argparse.Namespace) -> int:
     if not lines:
         complaints.append("no backend ran")
     for complaint in complaints:
-        _wrap("DISAGREES: ", complaint)
+        _note("DISAGREES: ", complaint)
     if complaints:
-        _wrap("Read: ", "the lines marked DISAGREES above name each kernel that is wrong; do not use it here.")
+        print("Read: each DISAGREES above names a kernel that is wrong; do not rely on it here.")
         return DISAGREES
-    _wrap("Read: ", "all agree: every error is below 1, the most allowed, and counted = predicted.")
+    print("Read: all agree: every error is at most 1, and counted = predicted.")
     return DONE
 
 
@@ -739,14 +742,11 @@ def _finish_compiling(jobs: list[_Job]) -> str | None:
     """Wait for the compilers; a sentence on what they did."""
     if not jobs:
         return None
-    functions = 0
-    for process, _ in jobs:
-        output = "" if process is None else process.communicate()[0]
-        functions += int(output) if output.strip().isdecimal() else 0
-    if functions == 0:
-        return "numba_cpu: its compiled code was in the cache"
+    outputs = [("" if process is None else process.communicate()[0]).strip() for process, _ in jobs]
+    if all(output == "0" for output in outputs):
+        return "numba_cpu: its compiled code was in the cache on disk"
     seconds = time.perf_counter() - min(start for _, start in jobs)
-    return f"numba_cpu: compiled {functions} functions in {seconds:.0f} s, first time only; kept on disk"
+    return f"numba_cpu: compiled in {seconds:.0f} s, first time only; 'rawflash info' says where the code is kept"
 
 
 class _Progress:
@@ -759,9 +759,9 @@ class _Progress:
     def __enter__(self) -> _Progress:
         if sys.stderr.isatty():
             from rich.console import Console
-            from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+            from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-            columns = (SpinnerColumn(), MofNCompleteColumn(), BarColumn(12), TimeElapsedColumn(), TextColumn("{task.description}"))
+            columns = (BarColumn(12), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
             self.bar = Progress(*columns, console=Console(stderr=True), transient=True)
             self.bar.start()
             self.task = self.bar.add_task("", total=self.steps)
@@ -781,10 +781,11 @@ class _Progress:
 
 
 def _print_demo(lines: list[_Line], compile_text: str | None, absent: dict[str, str]) -> None:
-    speed = _table("backend", "algorithm", ">T", "pass", ">time\nms", ">GFLOP\n/s", ">extra\nMiB", ">dense\nMiB", ">error", "")
-    moved = _table("backend", "algorithm", ">T", "pass", ">loads\npredicted", ">\ncounted", ">stores\npredicted", ">\ncounted")
+    kernel = ("backend", "algorithm", ">T", "pass")
+    speed = _table(*kernel, ">time\nms", ">GFLOP\n/s", ">extra\nMiB", ">dense\nMiB", ">worst\nerror", "")
+    moved = _table(*kernel, ">loads\npredicted", ">\ncounted", ">stores\npredicted", ">\ncounted")
     for line in lines:
-        name = (line.backend, line.algorithm, str(line.tokens), line.direction[:3])
+        name = (line.backend, line.algorithm, str(line.tokens), {"forward": "fwd", "backward": "bwd"}[line.direction])
         dense = f"{4 * line.heads * line.tokens**2 / 2**20:.2f}"
         if line.failure is not None or line.predicted is None:
             speed.add_row(*name, "", "", "", dense, "", "FAILED")
@@ -794,30 +795,45 @@ def _print_demo(lines: list[_Line], compile_text: str | None, absent: dict[str, 
             f"{line.extra / 2**20:.2f}", dense, f"{line.ratios[line.worst]:.2f} {line.worst:>3}",
             "ok" if line.complaint is None else "WRONG",
         )  # fmt: skip
-        counted = ("-", "-") if line.counted is None else (f"{line.counted.loaded:,}", f"{line.counted.stored:,}")
-        moved.add_row(*name, f"{line.predicted.loaded:,}", counted[0], f"{line.predicted.stored:,}", counted[1])
+        loaded, stored = _number(line.predicted.loaded), _number(line.predicted.stored)
+        counts = line.counted
+        moved.add_row(
+            *name, loaded, "-" if counts is None else _number(counts.loaded),
+            stored, "-" if counts is None else _number(counts.stored),
+        )  # fmt: skip
     _show(speed)
     _show(moved)
     present = {line.backend for line in lines}
-    _wrap("time: ", f"best of up to {TIMED_RUNS} runs of the public function, without compiling.")
-    _wrap("GFLOP/s: ", "arithmetic on the pairs that the causal mask lets through, the same for every kernel.")
+    _note("time: ", f"best of up to {TIMED_RUNS} runs of the public function, without compiling.")
+    _note("GFLOP/s: ", "arithmetic on the pairs that the causal mask lets through, the same for every kernel.")
     extra = "peak of NumPy's allocations during the call (tracemalloc), less its results"
     if "numba_cpu" in present:
         threads = _threads("numba_cpu")
         extra += f"; for numba_cpu plus the planned tiles of {threads} thread{'s' * (threads > 1)}"
-    _wrap("extra: ", extra + ". dense: one float32 T x T matrix for all heads.")
+    _note("extra: ", extra + ". dense: one float32 T x T matrix for all heads.")
     if any(line.backend == "numpy_tiled" and line.tokens == TILED_TOKENS for line in lines):
-        _wrap("T: ", f"numpy_tiled runs at the speed of Python, so it gets at most {TILED_TOKENS} bytes of the text.")
-    _wrap("error: ", "the worst result, in units of the allowed error; 1 is the most allowed.")
+        _note("T: ", f"numpy_tiled runs at the speed of Python, so it gets at most {TILED_TOKENS} bytes of the text.")
+    _note("worst error: ", "from the oracle, in units of the allowed error: 1 is the most allowed.")
     chips = [f"{size_text(DEMO_SRAM)} of numpy_tiled (fixed, to show many tiles)"] * ("numpy_tiled" in present)
     if "numba_cpu" in present:
-        chips.append(f"{size_text(hardware.chip_of('numba_cpu').on_chip_bytes)} of numba_cpu (a quarter of a core's L2)")
+        on_chip = hardware.chip_of("numba_cpu").on_chip_bytes
+        chips.append(f"{size_text(on_chip)} of numba_cpu (a quarter of a core's L2)")
     if chips:
-        _wrap("loads, stores: ", f"elements, predicted from the tiles for M = {', '.join(chips)}; numpy_tiled counts.")
+        _note("loads, stores: ", f"elements, predicted for M = {', '.join(chips)}; numpy_tiled counts them too.")
     if compile_text is not None:
-        _wrap("", compile_text + ".")
+        _note("", compile_text + ".")
     for backend, reason in absent.items():
-        _wrap(f"not here: {backend}: ", reason)
+        _note(f"not run: {backend}: ", reason.removeprefix(f"backend {backend!r} "))
+
+
+def _number(n: int) -> str:
+    """A count in at most 11 characters."""
+    return f"{n:,}" if n < 10**9 else f"{n:.5g}"
+
+
+def _note(first: str, text: str) -> None:
+    """Print text wrapped at WIDTH, its later lines indented a little."""
+    print(textwrap.fill(first + text, WIDTH, subsequent_indent="    ", break_long_words=False))
 
 
 def _table(*headings: str) -> Any:
@@ -825,9 +841,9 @@ def _table(*headings: str) -> Any:
     from rich import box
     from rich.table import Table
 
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
+    table = Table(box=box.SIMPLE_HEAD, padding=0, pad_edge=False, show_edge=False)
     for heading in headings:
-        table.add_column(heading.lstrip(">"), justify="right" if heading.startswith(">") else "left")
+        table.add_column(heading.lstrip(">"), justify="right" if heading.startswith(">") else "left", no_wrap=True)
     return table
 
 

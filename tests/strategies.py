@@ -22,19 +22,39 @@ from hypothesis import strategies as st
 import rawflash as rf
 from rawflash import masks as M
 
-DTYPES = {"float32": np.dtype(np.float32), "float64": np.dtype(np.float64), "float16": np.dtype(np.float16),
-          "bfloat16": np.dtype(ml_dtypes.bfloat16)}
+DTYPES = {
+    "float32": np.dtype(np.float32),
+    "float64": np.dtype(np.float64),
+    "float16": np.dtype(np.float16),
+    "bfloat16": np.dtype(ml_dtypes.bfloat16),
+}
 ALGORITHMS = ("fa2", "fa1", "standard", "rowwise")
 VIEWS = ("contiguous", "transposed", "sliced", "broadcast", "strided_last", "reversed", "fortran")
 VALUES = ("normal", "large", "integers", "constant_rows")
-FEATURES = ("causal", "window", "q_offset", "q_lengths", "kv_lengths", "mask", "bias", "alibi_slopes", "softcap",
-            "sinks", "dropout", "scale", "dlse", "deterministic", "sram", "layout")
+FEATURES = (
+    "causal",
+    "window",
+    "q_offset",
+    "q_lengths",
+    "kv_lengths",
+    "mask",
+    "bias",
+    "alibi_slopes",
+    "softcap",
+    "sinks",
+    "dropout",
+    "scale",
+    "dlse",
+    "deterministic",
+    "sram",
+    "layout",
+)
 NOT_VARLEN = ("mask", "bias", "q_lengths", "kv_lengths")
 
 # Lengths: nothing, one, primes, and one less and one more than the powers of two that tiles like.
 LENGTHS = (1, 2, 3, 4, 5, 7, 8, 9, 13, 15, 16, 17, 23, 31, 32, 33, 37, 40, 0)
 HEAD_DIMS = (1, 2, 3, 4, 5, 7, 8, 13, 16, 17, 19, 31, 32, 33, 40)
-SRAM = (1 << 16, 1 << 18, 1 << 20)      # bytes; small enough for several tiles, large enough for one
+SRAM = (1 << 16, 1 << 18, 1 << 20)  # bytes; small enough for several tiles, large enough for one
 
 
 @dataclass(repr=False)
@@ -72,7 +92,9 @@ class Case:
         options = self.options | {"dlse": self.dlse, "wrt": self.wrt} | more
         if self.cu_seqlens is None:
             return rf.attention_backward(self.dout, self.q, self.k, self.v, out, lse, **options)
-        return rf.attention_varlen_backward(self.dout, self.q, self.k, self.v, out, lse, *self.cu_seqlens, **options)
+        return rf.attention_varlen_backward(
+            self.dout, self.q, self.k, self.v, out, lse, *self.cu_seqlens, **options
+        )
 
     def reference(self, **more):
         """What the oracle says of this call and the errors allowed; see `tolerances.reference`."""
@@ -96,9 +118,10 @@ def _shown(value):
 
 # ---- arrays ----------------------------------------------------------------------------------------
 
+
 def fill(rng, shape, kind, dtype=np.float64):
     """Numbers of a kind: "normal", "large" (30 times that), "integers" (sparse, tiny), "constant_rows"."""
-    if kind == "integers":                                     # products and sums are exact in every dtype
+    if kind == "integers":  # products and sums are exact in every dtype
         array = rng.integers(-2, 3, shape) * (rng.random(shape) < 0.5)
     elif kind == "constant_rows":
         array = np.broadcast_to(rng.standard_normal((*shape[:-1], 1)), shape)
@@ -114,17 +137,17 @@ def restride(array, view):
     """
     if view == "contiguous" or array.ndim < 2:
         return array
-    if view == "fortran":                                      # the last axis is the one farthest apart
+    if view == "fortran":  # the last axis is the one farthest apart
         return np.asfortranarray(array)
     if view == "broadcast":
         axis = next((a for a, n in enumerate(array.shape[:-1]) if n > 1), None)
         return array if axis is None else np.broadcast_to(array.take([0], axis), array.shape)
-    if view == "transposed":                                   # stored with all axes but the last reversed
+    if view == "transposed":  # stored with all axes but the last reversed
         order = (*reversed(range(array.ndim - 1)), array.ndim - 1)
         return np.ascontiguousarray(array.transpose(order)).transpose(order)
-    if view == "reversed":                                     # rows stored backwards: negative strides
+    if view == "reversed":  # rows stored backwards: negative strides
         return np.ascontiguousarray(array[..., ::-1, :])[..., ::-1, :]
-    if view == "sliced":                                       # a window of something larger
+    if view == "sliced":  # a window of something larger
         home = np.full([2 * n + 1 for n in array.shape[:-1]] + [array.shape[-1] + 3], np.nan, array.dtype)
         window = home[tuple(slice(1, None, 2) for _ in array.shape[:-1]) + (slice(2, -1),)]
     elif view == "strided_last":
@@ -153,10 +176,13 @@ def broadcast_shapes(shape):
 
 # ---- masks -----------------------------------------------------------------------------------------
 
+
 def mask_arrays(B, Hq, Tq, Tk):
     """Boolean arrays broadcastable to ``(B, Hq, Tq, Tk)``, also all False and all True."""
+
     def make(shape, seed, density):
         return np.asarray(np.random.default_rng(seed).random(shape) < density)
+
     return st.builds(make, broadcast_shapes((B, Hq, Tq, Tk)), _seeds, st.sampled_from((1.0, 0.7, 0.3, 0.0)))
 
 
@@ -171,9 +197,11 @@ def _per_batch(B, low, high):
 
 def _segment_ids(B, T):
     """Ids of ``T`` positions, shared or per batch entry, sorted (packed sequences) or not."""
+
     def make(seed, shared, ordered, most):
         ids = np.random.default_rng(seed).integers(0, most, (T,) if shared else (B, T))
         return np.sort(ids) if ordered else ids
+
     return st.builds(make, _seeds, st.booleans(), st.booleans(), st.integers(1, 4))
 
 
@@ -193,8 +221,10 @@ def mask_leaves(B, Hq, Tq, Tk):
 
 def masks(B, Hq, Tq, Tk, max_leaves=4):
     """Masks for a call of this shape, composed with ``&`` and ``|``."""
+
     def compose(children):
         return st.builds(lambda a, b, both: a & b if both else a | b, children, children, st.booleans())
+
     return st.recursive(mask_leaves(B, Hq, Tq, Tk), compose, max_leaves=max_leaves)
 
 
@@ -206,11 +236,15 @@ def tile_sizes(largest=48):
 
 # ---- options ---------------------------------------------------------------------------------------
 
+
 def _lengths(B, longest):
     """Lengths of B sequences, 0 and the whole included, as list or array of either int."""
     values = st.lists(st.integers(0, longest) | st.sampled_from((0, longest)), min_size=B, max_size=B)
-    return st.builds(lambda n, kind: n if kind is list else np.array(n, kind),
-                     values, st.sampled_from((list, np.int64, np.int32)))
+    return st.builds(
+        lambda n, kind: n if kind is list else np.array(n, kind),
+        values,
+        st.sampled_from((list, np.int64, np.int32)),
+    )
 
 
 def _offsets(B, Tq, Tk):
@@ -252,7 +286,9 @@ def _draw_options(draw, features, rng, shape, dtype, lengths=True):
         options["bias"] = bias
     if "alibi_slopes" in features:
         shapes = ((Hq,), (B, Hq))
-        slopes = rng.random(draw(st.sampled_from(shapes))).astype(draw(st.sampled_from((np.float32, np.float64))))
+        slopes = rng.random(draw(st.sampled_from(shapes))).astype(
+            draw(st.sampled_from((np.float32, np.float64)))
+        )
         options["alibi_slopes"] = slopes
     if "sinks" in features:
         options["sinks"] = rng.standard_normal(Hq).astype(_side_dtype(draw, dtype))
@@ -265,12 +301,18 @@ def _draw_options(draw, features, rng, shape, dtype, lengths=True):
 def _wrt(draw, options):
     """Which gradients: all there are, or some of them in any order."""
     names = ["q", "k", "v"] + [name for name in ("bias", "sinks") if name in options]
-    return tuple(names) if draw(st.booleans()) else tuple(draw(st.permutations(names))[: draw(st.integers(1, 5))])
+    return (
+        tuple(names)
+        if draw(st.booleans())
+        else tuple(draw(st.permutations(names))[: draw(st.integers(1, 5))])
+    )
 
 
 def _features(exclude):
     """Names of the options that a case has: each with probability 1/4, so that most pairs meet."""
-    switches = {name: st.sampled_from((False, False, False, True)) for name in FEATURES if name not in exclude}
+    switches = {
+        name: st.sampled_from((False, False, False, True)) for name in FEATURES if name not in exclude
+    }
     return st.fixed_dictionaries(switches).map(lambda on: {name for name in on if on[name]})
 
 
@@ -294,8 +336,21 @@ def _poison(case, batch_first):
 
 
 @st.composite
-def problems(draw, dtypes=tuple(DTYPES), dims=(2, 3, 4, 5), max_batch=3, max_kv_heads=2, max_group=3, max_length=40,
-             max_head_dim=40, views=VIEWS, values=VALUES, exclude=(), algorithms=ALGORITHMS, **fixed):
+def problems(
+    draw,
+    dtypes=tuple(DTYPES),
+    dims=(2, 3, 4, 5),
+    max_batch=3,
+    max_kv_heads=2,
+    max_group=3,
+    max_length=40,
+    max_head_dim=40,
+    views=VIEWS,
+    values=VALUES,
+    exclude=(),
+    algorithms=ALGORITHMS,
+    **fixed,
+):
     """A `Case` for `rawflash.attention`, with any combination of options.
 
     Parameters
@@ -313,7 +368,7 @@ def problems(draw, dtypes=tuple(DTYPES), dims=(2, 3, 4, 5), max_batch=3, max_kv_
     widths = st.sampled_from([n for n in HEAD_DIMS if n <= max_head_dim])
     dtype = DTYPES[draw(st.sampled_from([name for name in DTYPES if name in dtypes]))]
     ndim = draw(st.sampled_from(dims))
-    most = max_batch if ndim == 4 else min(max_batch, 2)           # several leading axes multiply
+    most = max_batch if ndim == 4 else min(max_batch, 2)  # several leading axes multiply
     batches = st.sampled_from([*range(1, most + 1)] * 3 + [0])
     lead = tuple(draw(batches) for _ in range(ndim - 3))
     Hkv = 1 if ndim == 2 else draw(st.integers(1, max_kv_heads))
@@ -335,10 +390,12 @@ def problems(draw, dtypes=tuple(DTYPES), dims=(2, 3, 4, 5), max_batch=3, max_kv_
             return (T, width)
         return (*lead, T, H, width) if options.get("layout") == "bthd" else (*lead, H, T, width)
 
-    arrays = {"q": fill(rng, shaped(Hq, Tq, d), how["values"], dtype),
-              "k": fill(rng, shaped(Hkv, Tk, d), "normal" if how["values"] == "large" else how["values"], dtype),
-              "v": fill(rng, shaped(Hkv, Tk, dv), "normal", dtype),
-              "dout": fill(rng, shaped(Hq, Tq, dv), "normal", dtype)}
+    arrays = {
+        "q": fill(rng, shaped(Hq, Tq, d), how["values"], dtype),
+        "k": fill(rng, shaped(Hkv, Tk, d), "normal" if how["values"] == "large" else how["values"], dtype),
+        "v": fill(rng, shaped(Hkv, Tk, dv), "normal", dtype),
+        "dout": fill(rng, shaped(Hq, Tq, dv), "normal", dtype),
+    }
     _restride_drawn(draw, arrays, views, how)
     case = Case(**arrays, options=options, wrt=_wrt(draw, options), how=how)
     if "dlse" in features:
@@ -347,15 +404,29 @@ def problems(draw, dtypes=tuple(DTYPES), dims=(2, 3, 4, 5), max_batch=3, max_kv_
     # Only arrays whose canonical form is a view can be written to through it.
     if features & {"q_lengths", "kv_lengths"} and ndim <= 4 and draw(st.booleans()):
         how["poisoned"] = True
-        heads = {name: (a if options.get("layout") != "bthd" or ndim == 2 else a.swapaxes(-3, -2))
-                 for name, a in arrays.items()}
+        heads = {
+            name: (a if options.get("layout") != "bthd" or ndim == 2 else a.swapaxes(-3, -2))
+            for name, a in arrays.items()
+        }
         _poison(case, {name: a[(None,) * (4 - ndim)] for name, a in heads.items()})
     return case
 
 
 @st.composite
-def varlen_problems(draw, dtypes=tuple(DTYPES), max_batch=4, max_kv_heads=2, max_group=3, max_length=23,
-                    max_head_dim=24, views=VIEWS, values=VALUES, exclude=(), algorithms=ALGORITHMS, **fixed):
+def varlen_problems(
+    draw,
+    dtypes=tuple(DTYPES),
+    max_batch=4,
+    max_kv_heads=2,
+    max_group=3,
+    max_length=23,
+    max_head_dim=24,
+    views=VIEWS,
+    values=VALUES,
+    exclude=(),
+    algorithms=ALGORITHMS,
+    **fixed,
+):
     """A `Case` for `rawflash.attention_varlen`; parameters as in `problems`.
 
     There may be no sequence, empty sequences, and rows before the first and after the last one; half of the
@@ -391,7 +462,9 @@ def varlen_problems(draw, dtypes=tuple(DTYPES), max_batch=4, max_kv_heads=2, max
     how["poisoned"] = poison
     arrays = {}
     for name, H, side, width in (("q", Hq, 0, d), ("k", Hkv, 1, d), ("v", Hkv, 1, dv), ("dout", Hq, 0, dv)):
-        kind = "normal" if name in ("v", "dout") or (name == "k" and how["values"] == "large") else how["values"]
+        kind = (
+            "normal" if name in ("v", "dout") or (name == "k" and how["values"] == "large") else how["values"]
+        )
         array = fill(rng, (totals[side], H, width), kind, dtype)
         if poison:
             array[: cu[side][0]] = np.nan
@@ -401,5 +474,7 @@ def varlen_problems(draw, dtypes=tuple(DTYPES), max_batch=4, max_kv_heads=2, max
     _restride_drawn(draw, arrays, [view for view in views if view != "broadcast"], how)
     case = Case(**arrays, options=options, wrt=_wrt(draw, options), cu_seqlens=tuple(cu), how=how)
     if "dlse" in features:
-        case.dlse = rng.standard_normal((Hq, totals[0])).astype(np.float64 if dtype == np.float64 else np.float32)
+        case.dlse = rng.standard_normal((Hq, totals[0])).astype(
+            np.float64 if dtype == np.float64 else np.float32
+        )
     return case

@@ -15,7 +15,12 @@ import torch
 import rawflash as rf
 from rawflash import arrays
 
-TORCH = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
+TORCH = {
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "float32": torch.float32,
+    "float64": torch.float64,
+}
 NUMPY = {"float16": np.float16, "bfloat16": ml_dtypes.bfloat16, "float32": np.float32, "float64": np.float64}
 B, HQ, HKV, TQ, TK, D, DV = 2, 4, 2, 9, 11, 8, 6
 
@@ -75,14 +80,19 @@ def test_torch_in_torch_out(dtype, layout):
     options = OPTIONS | dict(layout=layout, backend="numpy_tiled", deterministic=True)
     wrt = ("q", "k", "v", "bias", "sinks")
     out, lse = rf.attention(q, k, v, bias=bias, sinks=sinks, return_lse=True, **options)
-    grads = rf.attention_backward(dout, q, k, v, out, lse, bias=bias, sinks=sinks, dlse=dlse, wrt=wrt, **options)
+    grads = rf.attention_backward(
+        dout, q, k, v, out, lse, bias=bias, sinks=sinks, dlse=dlse, wrt=wrt, **options
+    )
     assert lse.dtype == statistic
 
     tq, tk, tv, tdout, tbias, tsinks = (to_torch(a) for a in (*numpy_call, bias, sinks))
     tout, tlse = rf.attention(tq, tk, tv, bias=tbias, sinks=tsinks, return_lse=True, **options)
-    tgrads = rf.attention_backward(tdout, tq, tk, tv, tout, tlse, bias=tbias, sinks=tsinks, dlse=torch.tensor(dlse),
-                                   wrt=wrt, **options)
-    assert tout.dtype == TORCH[dtype] and tlse.dtype == (torch.float64 if dtype == "float64" else torch.float32)
+    tgrads = rf.attention_backward(
+        tdout, tq, tk, tv, tout, tlse, bias=tbias, sinks=tsinks, dlse=torch.tensor(dlse), wrt=wrt, **options
+    )
+    assert tout.dtype == TORCH[dtype] and tlse.dtype == (
+        torch.float64 if dtype == "float64" else torch.float32
+    )
     same_bits(to_numpy(tout), out)
     same_bits(to_numpy(tlse), lse)
     for tgrad, grad, argument in zip(tgrads, grads, (q, k, v, bias, sinks), strict=True):
@@ -94,16 +104,28 @@ def test_torch_options():
     """Masks, lengths, offsets, slopes and cu_seqlens may be tensors too."""
     q, k, v, _ = call()
     mask = np.random.default_rng(0).random((HQ, TQ, TK)) < 0.6
-    host = dict(mask=mask, q_lengths=np.array([9, 3]), kv_lengths=np.array([0, 11], np.int32), q_offset=np.array([1, -2]),
-                alibi_slopes=np.full((B, HQ), 0.25, np.float32))
+    host = dict(
+        mask=mask,
+        q_lengths=np.array([9, 3]),
+        kv_lengths=np.array([0, 11], np.int32),
+        q_offset=np.array([1, -2]),
+        alibi_slopes=np.full((B, HQ), 0.25, np.float32),
+    )
     want = rf.attention(q, k, v, backend="numpy_tiled", **host)
-    got = rf.attention(*(torch.tensor(a) for a in (q, k, v)), backend="numpy_tiled",
-                       **{name: torch.tensor(value) for name, value in host.items()})
+    got = rf.attention(
+        *(torch.tensor(a) for a in (q, k, v)),
+        backend="numpy_tiled",
+        **{name: torch.tensor(value) for name, value in host.items()},
+    )
     same_bits(to_numpy(got), want)
     cu_q, cu_k = np.array([0, 4, 9], np.int32), np.array([0, 11, 11], np.int32)
     want = rf.attention_varlen(q[0], k[0], v[0], cu_q, cu_k, backend="numpy_tiled")
-    got = rf.attention_varlen(*(torch.tensor(a[0]) for a in (q, k, v)), torch.tensor(cu_q), torch.tensor(cu_k),
-                              backend="numpy_tiled")
+    got = rf.attention_varlen(
+        *(torch.tensor(a[0]) for a in (q, k, v)),
+        torch.tensor(cu_q),
+        torch.tensor(cu_k),
+        backend="numpy_tiled",
+    )
     same_bits(to_numpy(got), want)
 
 
@@ -144,7 +166,9 @@ def test_subclasses_keep_their_library():
     q, k, v, _ = call()
     parameter = torch.nn.Parameter(torch.tensor(q), requires_grad=False)
     for mine in (parameter, torch.tensor(q).as_subclass(MyTensor)):
-        assert isinstance(rf.attention(mine, torch.tensor(k), torch.tensor(v), backend="numpy_tiled"), torch.Tensor)
+        assert isinstance(
+            rf.attention(mine, torch.tensor(k), torch.tensor(v), backend="numpy_tiled"), torch.Tensor
+        )
 
 
 @pytest.mark.parametrize("kind", [np.matrix, np.ma.MaskedArray])
@@ -165,8 +189,11 @@ def test_dlpack_only(dtype):
     same_bits(got, out)
     same_bits(got_lse, lse)
     wrapped = map(DLPackOnly, (dout, q, k, v, out, lse))
-    for grad, want in zip(rf.attention_backward(*wrapped, backend="numpy_tiled"),
-                          rf.attention_backward(dout, q, k, v, out, lse, backend="numpy_tiled"), strict=True):
+    for grad, want in zip(
+        rf.attention_backward(*wrapped, backend="numpy_tiled"),
+        rf.attention_backward(dout, q, k, v, out, lse, backend="numpy_tiled"),
+        strict=True,
+    ):
         same_bits(grad, want)
 
 
@@ -197,15 +224,32 @@ def test_buffers_for_options():
     q, k, v, _ = call()
     lengths = array.array("q", [4, 11])
     slopes = array.array("d", [0.5, 0.25, 0.0, 1.0])
-    got = rf.attention(q, k, v, kv_lengths=lengths, alibi_slopes=slopes, sinks=array.array("f", [0.0] * HQ),
-                       backend="numpy_tiled")
-    want = rf.attention(q, k, v, kv_lengths=[4, 11], alibi_slopes=np.array(slopes), sinks=np.zeros(HQ, np.float32),
-                        backend="numpy_tiled")
+    got = rf.attention(
+        q,
+        k,
+        v,
+        kv_lengths=lengths,
+        alibi_slopes=slopes,
+        sinks=array.array("f", [0.0] * HQ),
+        backend="numpy_tiled",
+    )
+    want = rf.attention(
+        q,
+        k,
+        v,
+        kv_lengths=[4, 11],
+        alibi_slopes=np.array(slopes),
+        sinks=np.zeros(HQ, np.float32),
+        backend="numpy_tiled",
+    )
     same_bits(got, want)
     out = array.array("f", [7.0] * TQ * DV)
     target = memoryview(out).cast("B").cast("f", (TQ, DV))
     assert rf.attention(q[0, 0], k[0, 0], v[0, 0], out=target, backend="numpy_tiled") is target
-    same_bits(np.array(out, np.float32).reshape(TQ, DV), rf.attention(q[0, 0], k[0, 0], v[0, 0], backend="numpy_tiled"))
+    same_bits(
+        np.array(out, np.float32).reshape(TQ, DV),
+        rf.attention(q[0, 0], k[0, 0], v[0, 0], backend="numpy_tiled"),
+    )
 
 
 @pytest.mark.parametrize("order", "<>")
@@ -218,11 +262,24 @@ def test_byte_order(order, cpu_backend):
     wrt = ("q", "k", "v", "bias", "sinks")
 
     def run(swap):
-        options = dict(bias=swap(bias), sinks=swap(sinks), alibi_slopes=swap(slopes), kv_lengths=swap(lengths),
-                       q_offset=swap(np.array([2, 0])), backend=cpu_backend, deterministic=True)
+        options = dict(
+            bias=swap(bias),
+            sinks=swap(sinks),
+            alibi_slopes=swap(slopes),
+            kv_lengths=swap(lengths),
+            q_offset=swap(np.array([2, 0])),
+            backend=cpu_backend,
+            deterministic=True,
+        )
         inputs = [swap(a) for a in (q, k, v)]
         out, lse = rf.attention(*inputs, return_lse=True, **options)
-        return out, lse, *rf.attention_backward(swap(dout), *inputs, swap(out), swap(lse), dlse=swap(dlse), wrt=wrt, **options)
+        return (
+            out,
+            lse,
+            *rf.attention_backward(
+                swap(dout), *inputs, swap(out), swap(lse), dlse=swap(dlse), wrt=wrt, **options
+            ),
+        )
 
     for got, want in zip(run(lambda a: a.astype(a.dtype.newbyteorder(order))), run(lambda a: a), strict=True):
         np.testing.assert_array_equal(got, want)
@@ -232,23 +289,49 @@ def misaligned(a):
     return np.frombuffer(b"\0" * 65 + a.tobytes(), np.uint8)[65:].view(a.dtype).reshape(a.shape)
 
 
-@pytest.mark.parametrize("change", [misaligned, np.asfortranarray, lambda a: np.repeat(a, 2, -1)[..., ::2],
-                                    lambda a: np.ascontiguousarray(a[..., ::-1])[..., ::-1]],
-                         ids=["misaligned", "fortran", "strided last", "reversed last"])
+@pytest.mark.parametrize(
+    "change",
+    [
+        misaligned,
+        np.asfortranarray,
+        lambda a: np.repeat(a, 2, -1)[..., ::2],
+        lambda a: np.ascontiguousarray(a[..., ::-1])[..., ::-1],
+    ],
+    ids=["misaligned", "fortran", "strided last", "reversed last"],
+)
 def test_strides_of_every_argument(change, cpu_backend):
     """Not only q, k and v: bias, mask, sinks, slopes, dout, o, lse and dlse may lie anyhow in memory."""
     q, k, v, dout = call()
     rng = np.random.default_rng(4)
-    bias, sinks, dlse = (rng.standard_normal(s).astype(np.float32) for s in ((HQ, TQ, TK), (HQ,), (B, HQ, TQ)))
+    bias, sinks, dlse = (
+        rng.standard_normal(s).astype(np.float32) for s in ((HQ, TQ, TK), (HQ,), (B, HQ, TQ))
+    )
     mask, slopes = rng.random((B, 1, TQ, TK)) < 0.7, rng.random((B, HQ)).astype(np.float32)
 
     def run(change):
-        options = dict(bias=change(bias), sinks=change(sinks), mask=change(mask), alibi_slopes=change(slopes),
-                       backend=cpu_backend, deterministic=True)
+        options = dict(
+            bias=change(bias),
+            sinks=change(sinks),
+            mask=change(mask),
+            alibi_slopes=change(slopes),
+            backend=cpu_backend,
+            deterministic=True,
+        )
         inputs = [change(a) for a in (q, k, v)]
         out, lse = rf.attention(*inputs, return_lse=True, **options)
-        return out, lse, *rf.attention_backward(change(dout), *inputs, change(out), change(lse), dlse=change(dlse),
-                                                wrt=("q", "k", "v", "bias", "sinks"), **options)
+        return (
+            out,
+            lse,
+            *rf.attention_backward(
+                change(dout),
+                *inputs,
+                change(out),
+                change(lse),
+                dlse=change(dlse),
+                wrt=("q", "k", "v", "bias", "sinks"),
+                **options,
+            ),
+        )
 
     for got, want in zip(run(change), run(lambda a: a), strict=True):
         np.testing.assert_array_equal(got, want)
@@ -259,8 +342,12 @@ def test_strides_of_every_argument(change, cpu_backend):
 OUTS = {
     "contiguous": lambda shape, dtype: np.full(shape, np.nan, dtype),
     "transposed": lambda shape, dtype: np.full(shape[::-1], np.nan, dtype).T,
-    "heads swapped": lambda shape, dtype: np.full((shape[0], shape[2], shape[1], shape[3]), np.nan, dtype).swapaxes(1, 2),
-    "sliced": lambda shape, dtype: np.full([2 * n for n in shape], np.nan, dtype)[tuple(slice(n) for n in shape)],
+    "heads swapped": lambda shape, dtype: np.full(
+        (shape[0], shape[2], shape[1], shape[3]), np.nan, dtype
+    ).swapaxes(1, 2),
+    "sliced": lambda shape, dtype: np.full([2 * n for n in shape], np.nan, dtype)[
+        tuple(slice(n) for n in shape)
+    ],
     "strided last": lambda shape, dtype: np.full((*shape[:-1], 2 * shape[-1]), np.nan, dtype)[..., ::2],
     "reversed": lambda shape, dtype: np.full(shape, np.nan, dtype)[:, :, ::-1, ::-1],
     "byte-swapped": lambda shape, dtype: np.full(shape, np.nan, np.dtype(dtype).newbyteorder()),
@@ -292,12 +379,17 @@ def test_torch_out(memory, dtype):
     q, k, v = (to_torch(a) for a in call(dtype)[:3])
     want = rf.attention(q, k, v, backend="numpy_tiled")
     shape = tuple(want.shape)
-    out = {"contiguous": lambda: torch.full(shape, torch.nan),
-           "transposed": lambda: torch.full(shape[::-1], torch.nan).permute(3, 2, 1, 0),
-           "sliced": lambda: torch.full((B, HQ, 2 * TQ, DV), torch.nan)[:, :, ::2],
-           "strided last": lambda: torch.full((B, HQ, TQ, 2 * DV), torch.nan)[..., ::2]}[memory]()
-    out = out.to(TORCH[dtype]) if memory == "contiguous" else torch.empty_strided(
-        shape, out.stride(), dtype=TORCH[dtype]).fill_(torch.nan)
+    out = {
+        "contiguous": lambda: torch.full(shape, torch.nan),
+        "transposed": lambda: torch.full(shape[::-1], torch.nan).permute(3, 2, 1, 0),
+        "sliced": lambda: torch.full((B, HQ, 2 * TQ, DV), torch.nan)[:, :, ::2],
+        "strided last": lambda: torch.full((B, HQ, TQ, 2 * DV), torch.nan)[..., ::2],
+    }[memory]()
+    out = (
+        out.to(TORCH[dtype])
+        if memory == "contiguous"
+        else torch.empty_strided(shape, out.stride(), dtype=TORCH[dtype]).fill_(torch.nan)
+    )
     assert rf.attention(q, k, v, out=out, backend="numpy_tiled") is out
     same_bits(to_numpy(out), to_numpy(want))
 
@@ -346,6 +438,7 @@ def test_empty_out(shape):
 
 
 # ---- results ------------------------------------------------------------------------------------------
+
 
 def test_results_are_fresh_and_writable(cpu_backend):
     """No result shares memory with an argument or with another result."""

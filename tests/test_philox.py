@@ -15,8 +15,11 @@ from rawflash import philox
 KNOWN = [
     ((0, 0), (0, 0, 0, 0), (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
     ((0xFFFFFFFF,) * 2, (0xFFFFFFFF,) * 4, (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)),
-    ((0xA4093822, 0x299F31D0), (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344),
-     (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1)),
+    (
+        (0xA4093822, 0x299F31D0),
+        (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344),
+        (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1),
+    ),
 ]
 
 
@@ -59,7 +62,9 @@ def test_known_answers_in_one_array():
         result = philox.philox4x32(key[0] + (key[1] << 32), *counters.T[:, :, None])
         assert [word.shape for word in result] == [(3, 1)] * 4
         assert tuple(int(word[n, 0]) for word in result) == words
-    assert [word.shape for word in philox.philox4x32(0, np.arange(3)[:, None], np.arange(4), 0, 0)] == [(3, 4)] * 4
+    assert [word.shape for word in philox.philox4x32(0, np.arange(3)[:, None], np.arange(4), 0, 0)] == [
+        (3, 4)
+    ] * 4
 
 
 seeds = st.integers(0, 2**64 - 1) | st.sampled_from((0, 2**32 - 1, 2**32, 2**63, 2**64 - 1))
@@ -68,18 +73,24 @@ words = st.integers(0, 2**32 - 1)
 
 @given(seeds, st.tuples(words, words, words, words))
 def test_words_equal_twin(seed, counter):
-    assert tuple(int(w) for w in philox.philox4x32(seed, *counter)) == philox_twin((seed % 2**32, seed >> 32), counter)
+    assert tuple(int(w) for w in philox.philox4x32(seed, *counter)) == philox_twin(
+        (seed % 2**32, seed >> 32), counter
+    )
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2**32 - 1, 2**32, 2**32 + 7, 2**63, 2**64 - 1])
-@pytest.mark.parametrize("shape, p", [((1, 1, 1, 1), 0.5), ((2, 3, 4, 9), 0.3), ((1, 2, 5, 4), 0.9), ((3, 1, 2, 7), 0.01)])
+@pytest.mark.parametrize(
+    "shape, p", [((1, 1, 1, 1), 0.5), ((2, 3, 4, 9), 0.3), ((1, 2, 5, 4), 0.9), ((3, 1, 2, 7), 0.01)]
+)
 def test_mask_equals_twin(seed, shape, p):
     mask = rf.dropout_mask(p, seed, shape)
     assert mask.dtype == bool and mask.shape == shape
     np.testing.assert_array_equal(mask, mask_twin(p, seed, shape))
 
 
-@given(seeds, st.floats(0, 1, exclude_max=True), st.tuples(*[st.integers(0, 6)] * 4), st.integers(0, 2**32 - 1))
+@given(
+    seeds, st.floats(0, 1, exclude_max=True), st.tuples(*[st.integers(0, 6)] * 4), st.integers(0, 2**32 - 1)
+)
 def test_keep_equals_mask(seed, p, shape, pick):
     """``keep`` at any positions is the mask at those positions; slices of a larger mask are smaller masks."""
     mask = rf.dropout_mask(p, seed, shape)
