@@ -101,8 +101,12 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
 
     demo = commands.add_parser("demo", help="run and check every kernel of this machine on a text")
-    demo.add_argument("text", nargs="?", metavar="TEXT", help="a file to read; left out: a text in the package")
-    demo.add_argument("--tokens", type=_positive, default=1024, help="bytes of the text to attend over (default 1024)")
+    demo.add_argument(
+        "text", nargs="?", metavar="TEXT", help="a file to read; left out: a text in the package"
+    )
+    demo.add_argument(
+        "--tokens", type=_positive, default=1024, help="bytes of the text to attend over (default 1024)"
+    )
     demo.add_argument("--heads", type=_positive, default=8, help="heads (default 8)")
     demo.add_argument("--dim", type=_positive, default=64, help="head dimension (default 64)")
     demo.add_argument("--seed", type=int, default=0, help="seed of the projections (default 0)")
@@ -112,7 +116,9 @@ def _parser() -> argparse.ArgumentParser:
     run = commands.add_parser(
         "run",
         help="attention on the arrays of an .npz file",
-        description="Reads q, k, v and, where present, " + ", ".join(_OPTIONAL) + " from IN; writes out and lse "
+        description="Reads q, k, v and, where present, "
+        + ", ".join(_OPTIONAL)
+        + " from IN; writes out and lse "
         "and, if dout is there, dq, dk, dv (dbias, dsinks). float16, float32 and float64; an .npz file does "
         "not keep bfloat16.",
     )
@@ -144,8 +150,12 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("options of the call")
     absent = argparse.SUPPRESS
     group.add_argument("--causal", action="store_true", default=absent)
-    group.add_argument("--window", type=_window, default=absent, metavar="L,R", help="each an int >= 0 or none")
-    group.add_argument("--q-offset", type=int, default=absent, metavar="N", help="key position of query row 0")
+    group.add_argument(
+        "--window", type=_window, default=absent, metavar="L,R", help="each an int >= 0 or none"
+    )
+    group.add_argument(
+        "--q-offset", type=int, default=absent, metavar="N", help="key position of query row 0"
+    )
     group.add_argument("--softcap", type=float, default=absent, metavar="C")
     group.add_argument("--dropout", type=float, default=absent, metavar="P")
     group.add_argument("--seed", type=int, default=absent, metavar="N", help="of the dropout")
@@ -154,7 +164,9 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--algorithm", choices=ALGORITHMS, default=absent)
     group.add_argument("--backend", choices=tuple(BACKENDS), default=absent)
     group.add_argument("--deterministic", action="store_true", default=absent)
-    group.add_argument("--sram", type=int, default=absent, metavar="BYTES", help="on-chip bytes that tiles may use")
+    group.add_argument(
+        "--sram", type=int, default=absent, metavar="BYTES", help="on-chip bytes that tiles may use"
+    )
 
 
 _SCALARS = (
@@ -231,9 +243,20 @@ def _run(options: argparse.Namespace) -> int:
     results = dict(zip(("out", "lse"), api._forward(problem, x), strict=True))
     if dout is not None:
         problem, x = check(
-            q, k, v, dout=dout, o=results["out"], lse=results["lse"], dlse=dlse, wrt=wrt, direction="backward", **call
+            q,
+            k,
+            v,
+            dout=dout,
+            o=results["out"],
+            lse=results["lse"],
+            dlse=dlse,
+            wrt=wrt,
+            direction="backward",
+            **call,
         )
-        results |= {"d" + name: gradient for name, gradient in zip(wrt, api._backward(problem, x), strict=True)}
+        results |= {
+            "d" + name: gradient for name, gradient in zip(wrt, api._backward(problem, x), strict=True)
+        }
     _write_arrays(target, results, options.force)
     print(f"wrote {options.output}, computed by {problem.backend} {problem.algorithm}:")
     for name, array in results.items():
@@ -253,7 +276,11 @@ def _read_arrays(path: Path) -> dict[str, np.ndarray]:
             for name in file.files:
                 if name not in known:
                     close = difflib.get_close_matches(name, known, n=1)
-                    hint = f"did you mean {close[0]!r}?" if close else "expected names out of " + ", ".join(known)
+                    hint = (
+                        f"did you mean {close[0]!r}?"
+                        if close
+                        else "expected names out of " + ", ".join(known)
+                    )
                     raise _InputError(f"{path}: unknown array {name!r}; {hint}")
             given = {name: file[name] for name in file.files}
     except (ValueError, EOFError, zipfile.BadZipFile) as error:
@@ -266,7 +293,8 @@ def _read_arrays(path: Path) -> dict[str, np.ndarray]:
             raise _InputError(f"{path}: {name!r} is not an array")
         if array.dtype.kind == "V":
             raise _InputError(
-                f"{path}: {name} has dtype {array.dtype.str}: raw bytes. An .npz file does not keep bfloat16; "
+                f"{path}: {name} has dtype {array.dtype.str}: raw bytes. "
+                "An .npz file does not keep bfloat16; "
                 f"save it as float32 instead, {name}.astype('float32')"
             )
     return given
@@ -318,7 +346,9 @@ def _explain(options: argparse.Namespace) -> int:
         backend = "cupy_raw"
     if backend is not None and ("GPU" in BACKENDS[backend].runs_on) != on_gpu:
         runs_on = BACKENDS[backend].runs_on
-        raise BackendError(f"backend {backend!r} takes {runs_on}; it does not run on {options.arch!r}")
+        raise BackendError(
+            f"backend {backend!r} takes {runs_on}; it does not run on {options.arch!r} (--arch)"
+        )
 
     # Arrays of one row's memory, so that the one validator sees the call; a plan needs no values.
     stand_in = "float16" if options.dtype == "bfloat16" else options.dtype
@@ -343,13 +373,15 @@ def _shapeless(dtype: str, batch: int, heads: int, rows: int, width: int, layout
 # ---- info ------------------------------------------------------------------------------------------
 
 _PACKAGES = (
-    "numpy", "numba", "llvmlite", "rich", "ml_dtypes", "cupy-cuda12x", "cupy-cuda13x", "numba-cuda", "torch", "jax",
+    "numpy", "numba", "llvmlite", "rich", "ml_dtypes", "cupy-cuda12x", "cupy-cuda13x", "numba-cuda", "torch",
+    "jax",
 )  # fmt: skip
 
 
 def _info(options: argparse.Namespace) -> int:
-    print(f"rawflash   {__version__}")
-    print(f"Python     {platform.python_version()} ({platform.python_implementation()}, {platform.system()})")
+    print(f"{'rawflash':<12} {__version__}")
+    interpreter = f"{platform.python_implementation()}, {platform.system()}"
+    print(f"{'Python':<12} {platform.python_version()} ({interpreter})")
     for name in _PACKAGES:
         try:
             print(f"{name:<12} {importlib.metadata.version(name)}")
@@ -357,9 +389,9 @@ def _info(options: argparse.Namespace) -> int:
             print(f"{name:<12} not installed")
 
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    print(f"\nCPU        {_cpu_name()}, {cores} logical cores for this process")
+    print(f"\n{'CPU':<12} {_cpu_name()}, {cores} logical cores for this process")
     gpus = _gpu_names()
-    print(f"GPU        {', '.join(gpus) if gpus else 'no NVIDIA driver found'}")
+    print(f"{'GPU':<12} {', '.join(gpus) if gpus else 'no NVIDIA driver found'}")
 
     print("\nbackends")
     for name, row in BACKENDS.items():
@@ -370,7 +402,7 @@ def _info(options: argparse.Namespace) -> int:
             if name == "numba_cpu":
                 reason += f", {_threads(name)} threads (NUMBA_NUM_THREADS sets them)"
         else:
-            reason = f"does not load: {reason}"
+            reason = "does not load: " + reason.removeprefix(f"backend {name!r} ")
         _wrap(f"  {name:<11}  ", reason)
 
     print("\ncompiled code")
@@ -424,11 +456,17 @@ def _compiled_functions(algorithm: str) -> Iterator[Any]:
             module = import_module(f"rawflash.backends.numba_cpu.{algorithm}_{direction}")
         except (ImportError, RuntimeError):
             continue
-        yield from (value for value in vars(module).values() if hasattr(value, "stats") and hasattr(value, "py_func"))
+        yield from (
+            value for value in vars(module).values() if hasattr(value, "stats") and hasattr(value, "py_func")
+        )
 
 
 def _cache_folders(algorithm: str) -> set[str]:
-    return {str(function.stats.cache_path) for function in _compiled_functions(algorithm) if function.stats.cache_path}
+    return {
+        str(function.stats.cache_path)
+        for function in _compiled_functions(algorithm)
+        if function.stats.cache_path
+    }
 
 
 def _threads(backend: str) -> int:
@@ -483,7 +521,8 @@ class _Line:
         if self.failure is not None:
             return f"{who}: {self.failure}"
         if not self.ratios[self.worst] <= 1:
-            return f"{who}: {self.worst} is {self.ratios[self.worst]:.3g} times the allowed error from the oracle"
+            times = f"{self.ratios[self.worst]:.3g} times the allowed error"
+            return f"{who}: {self.worst} is {times} from the oracle"
         if self.counted is not None and self.counted != self.predicted:
             return f"{who}: counted loads and stores are not the predicted ones"
         return None
@@ -491,7 +530,8 @@ class _Line:
 
 def _demo(options: argparse.Namespace) -> int:
     if options.text is None:
-        source, name = importlib.resources.files("rawflash").joinpath("data/alice.txt").read_bytes(), "alice.txt"
+        name = "alice.txt"
+        source = importlib.resources.files("rawflash").joinpath("data", name).read_bytes()
     else:
         source, name = Path(options.text).read_bytes(), options.text
     text = source[: options.tokens]
@@ -515,21 +555,25 @@ def _demo(options: argparse.Namespace) -> int:
     _note("", f"Causal attention over {len(text):,} of {len(source):,} bytes of {name}: {sizes}")
     sys.stdout.flush()
     steps = 2 + 2 * len(present)
-    with _Progress(steps) as progress, contextlib.ExitStack() as stack:
-        jobs = [stack.enter_context(_compiling(algorithm, options.dim)) for algorithm in compiled]
-        progress.step("the oracle: dense float64" + ("; numba_cpu: compiling, first time only" if jobs else ""))
-        cases = {tokens: _Case.of(inputs, tokens) for tokens in {_tokens(backend, len(text)) for backend, _ in present}}
-        results = {}
+    start = time.perf_counter()
+    results = {}
+    with _Progress(steps) as progress, _compiling(compiled, options.dim) as compiler:
+        compiling = "numba_cpu: compiling, first time only"
+        progress.step("the oracle: dense float64" + f"; {compiling}" * bool(compiled))
+        lengths = {_tokens(backend, len(text)) for backend, _ in present}
+        cases = {tokens: _Case.of(inputs, tokens) for tokens in lengths}
         for backend, algorithm in present:
             if backend == "numpy_tiled":
                 progress.step(f"{backend} {algorithm}: checking, counting loads and stores")
-                results[backend, algorithm] = _check_kernel(backend, algorithm, cases[_tokens(backend, len(text))])
-        progress.step("numba_cpu: compiling, first time only" if jobs else "nothing to compile")
-        compile_text = _finish_compiling(jobs)
+                case = cases[_tokens(backend, len(text))]
+                results[backend, algorithm] = _check_kernel(backend, algorithm, case)
+        progress.step(compiling if compiled else "nothing to compile")
+        compile_text = _finish_compiling(compiler, start) if compiled else None
         for backend, algorithm in present:
             if backend != "numpy_tiled":
                 progress.step(f"{backend} {algorithm}: loading its compiled code, checking")
-                results[backend, algorithm] = _check_kernel(backend, algorithm, cases[_tokens(backend, len(text))])
+                case = cases[_tokens(backend, len(text))]
+                results[backend, algorithm] = _check_kernel(backend, algorithm, case)
         for backend, algorithm in present:
             progress.step(f"{backend} {algorithm}: timing")
             if all(line.failure is None for line in results[backend, algorithm]):
@@ -610,14 +654,20 @@ def _check_kernel(backend: str, algorithm: str, case: _Case) -> list[_Line]:
         if backend != "numpy_tiled":  # so that what is measured below is not the loading of compiled code
             _small_call(options, q.shape[-1])
         problem, x = check(q, k, v, return_lse=True, **options)
-        forward.flops, forward.predicted, (out, lse) = _measured(forward, problem, x, lambda: api._forward(problem, x))
+        forward.flops, forward.predicted, (out, lse) = _measured(
+            forward, problem, x, lambda: api._forward(problem, x)
+        )
         forward.ratios = {n: accuracy.error_ratio(n, a, reference) for n, a in (("out", out), ("lse", lse))}
 
         line = backward
         problem, x = check(q, k, v, dout=dout, o=out, lse=lse, direction="backward", **options)
-        backward.flops, backward.predicted, grads = _measured(backward, problem, x, lambda: api._backward(problem, x))
+        backward.flops, backward.predicted, grads = _measured(
+            backward, problem, x, lambda: api._backward(problem, x)
+        )
         names = RESULTS["backward"]
-        backward.ratios = {n: accuracy.error_ratio(n, a, reference) for n, a in zip(names, grads, strict=True)}
+        backward.ratios = {
+            n: accuracy.error_ratio(n, a, reference) for n, a in zip(names, grads, strict=True)
+        }
         if backend == "numpy_tiled":
             for line in lines:
                 line.counted = _count(line.direction, case, out, lse, options)
@@ -692,12 +742,13 @@ def _small_call(options: dict[str, Any], d: int) -> None:
     api.attention_backward(x, x, x, x, out, lse, **options)
 
 
-def compile_ahead(algorithm: str, d: int) -> int:
-    """Compile the numba_cpu kernels of one algorithm for float32 into the cache on disk.
+def compile_ahead(algorithms: Sequence[str], d: int) -> int:
+    """Compile the numba_cpu kernels of some algorithms for float32 into the cache on disk.
 
     Parameters
     ----------
-    algorithm : {"fa1", "fa2"}
+    algorithms : sequence of {"fa1", "fa2"}
+        In one process, because the second then compiles only what it does not share with the first.
     d : int
         Head dimension of the call that is made to compile them.
 
@@ -706,30 +757,29 @@ def compile_ahead(algorithm: str, d: int) -> int:
     int
         Functions compiled; 0 when all were in the cache.
     """
-    _small_call({"causal": True, "backend": "numba_cpu", "algorithm": algorithm}, d)
-    return sum(sum(function.stats.cache_misses.values()) for function in _compiled_functions(algorithm))
-
-
-_Job = tuple[subprocess.Popen[str] | None, float]
+    for algorithm in algorithms:
+        _small_call({"causal": True, "backend": "numba_cpu", "algorithm": algorithm}, d)
+    functions = (function for algorithm in algorithms for function in _compiled_functions(algorithm))
+    return sum(sum(function.stats.cache_misses.values()) for function in functions)
 
 
 @contextlib.contextmanager
-def _compiling(algorithm: str, d: int) -> Iterator[_Job]:
-    """A process of its own that fills the cache: Numba compiles on one core, so two compile on two.
+def _compiling(algorithms: Sequence[str], d: int) -> Iterator[subprocess.Popen[str] | None]:
+    """A process of its own that fills the cache, while this one works on something else.
 
     A demo that is interrupted ends it. One that fails is no harm: the demo then compiles itself.
     """
-    start = time.perf_counter()
-    code = f"from rawflash.cli import compile_ahead; print(compile_ahead({algorithm!r}, {d}))"
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
     process = None
-    with contextlib.suppress(OSError):
-        process = subprocess.Popen(
-            [sys.executable, "-P", "-c", code], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL, text=True, env=environment, start_new_session=True,
-        )  # fmt: skip
+    if algorithms:
+        code = f"from rawflash.cli import compile_ahead; print(compile_ahead({tuple(algorithms)!r}, {d}))"
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
+        with contextlib.suppress(OSError):
+            process = subprocess.Popen(
+                [sys.executable, "-P", "-c", code], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL, text=True, env=environment, start_new_session=True,
+            )  # fmt: skip
     try:
-        yield process, start
+        yield process
     finally:
         if process is not None:
             process.terminate()  # nothing to end when it is done
@@ -738,15 +788,13 @@ def _compiling(algorithm: str, d: int) -> Iterator[_Job]:
                 process.stdout.close()
 
 
-def _finish_compiling(jobs: list[_Job]) -> str | None:
-    """Wait for the compilers; a sentence on what they did."""
-    if not jobs:
-        return None
-    outputs = [("" if process is None else process.communicate()[0]).strip() for process, _ in jobs]
-    if all(output == "0" for output in outputs):
+def _finish_compiling(process: subprocess.Popen[str] | None, start: float) -> str:
+    """Wait for the compiler; a sentence on what it did."""
+    output = "" if process is None else process.communicate()[0]
+    if output.strip() == "0":
         return "numba_cpu: its compiled code was in the cache on disk"
-    seconds = time.perf_counter() - min(start for _, start in jobs)
-    return f"numba_cpu: compiled in {seconds:.0f} s, first time only; 'rawflash info' says where the code is kept"
+    seconds = time.perf_counter() - start
+    return f"numba_cpu: compiled in {seconds:.0f} s, first time only; 'rawflash info' says where it is kept"
 
 
 class _Progress:
@@ -761,7 +809,12 @@ class _Progress:
             from rich.console import Console
             from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-            columns = (BarColumn(12), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
+            columns = (
+                BarColumn(12),
+                MofNCompleteColumn(),
+                TimeElapsedColumn(),
+                TextColumn("{task.description}"),
+            )
             self.bar = Progress(*columns, console=Console(stderr=True), transient=True)
             self.bar.start()
             self.task = self.bar.add_task("", total=self.steps)
@@ -785,7 +838,12 @@ def _print_demo(lines: list[_Line], compile_text: str | None, absent: dict[str, 
     speed = _table(*kernel, ">time\nms", ">GFLOP\n/s", ">extra\nMiB", ">dense\nMiB", ">worst\nerror", "")
     moved = _table(*kernel, ">loads\npredicted", ">\ncounted", ">stores\npredicted", ">\ncounted")
     for line in lines:
-        name = (line.backend, line.algorithm, str(line.tokens), {"forward": "fwd", "backward": "bwd"}[line.direction])
+        name = (
+            line.backend,
+            line.algorithm,
+            str(line.tokens),
+            {"forward": "fwd", "backward": "bwd"}[line.direction],
+        )
         dense = f"{4 * line.heads * line.tokens**2 / 2**20:.2f}"
         if line.failure is not None or line.predicted is None:
             speed.add_row(*name, "", "", "", dense, "", "FAILED")
@@ -805,21 +863,30 @@ def _print_demo(lines: list[_Line], compile_text: str | None, absent: dict[str, 
     _show(moved)
     present = {line.backend for line in lines}
     _note("time: ", f"best of up to {TIMED_RUNS} runs of the public function, without compiling.")
-    _note("GFLOP/s: ", "arithmetic on the pairs that the causal mask lets through, the same for every kernel.")
+    _note(
+        "GFLOP/s: ", "arithmetic on the pairs that the causal mask lets through, the same for every kernel."
+    )
     extra = "peak of NumPy's allocations during the call (tracemalloc), less its results"
     if "numba_cpu" in present:
         threads = _threads("numba_cpu")
         extra += f"; for numba_cpu plus the planned tiles of {threads} thread{'s' * (threads > 1)}"
     _note("extra: ", extra + ". dense: one float32 T x T matrix for all heads.")
     if any(line.backend == "numpy_tiled" and line.tokens == TILED_TOKENS for line in lines):
-        _note("T: ", f"numpy_tiled runs at the speed of Python, so it gets at most {TILED_TOKENS} bytes of the text.")
+        _note(
+            "T: ",
+            f"numpy_tiled runs at the speed of Python, so it gets at most {TILED_TOKENS} bytes of the text.",
+        )
     _note("worst error: ", "from the oracle, in units of the allowed error: 1 is the most allowed.")
-    chips = [f"{size_text(DEMO_SRAM)} of numpy_tiled (fixed, to show many tiles)"] * ("numpy_tiled" in present)
+    chips = [f"{size_text(DEMO_SRAM)} of numpy_tiled (fixed, to show many tiles)"] * (
+        "numpy_tiled" in present
+    )
     if "numba_cpu" in present:
         on_chip = hardware.chip_of("numba_cpu").on_chip_bytes
         chips.append(f"{size_text(on_chip)} of numba_cpu (a quarter of a core's L2)")
     if chips:
-        _note("loads, stores: ", f"elements, predicted for M = {', '.join(chips)}; numpy_tiled counts them too.")
+        _note(
+            "loads, stores: ", f"elements, predicted for M = {', '.join(chips)}; numpy_tiled counts them too."
+        )
     if compile_text is not None:
         _note("", compile_text + ".")
     for backend, reason in absent.items():
@@ -843,7 +910,9 @@ def _table(*headings: str) -> Any:
 
     table = Table(box=box.SIMPLE_HEAD, padding=0, pad_edge=False, show_edge=False)
     for heading in headings:
-        table.add_column(heading.lstrip(">"), justify="right" if heading.startswith(">") else "left", no_wrap=True)
+        table.add_column(
+            heading.lstrip(">"), justify="right" if heading.startswith(">") else "left", no_wrap=True
+        )
     return table
 
 

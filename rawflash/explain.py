@@ -76,14 +76,16 @@ class Plan:
 
     def __str__(self) -> str:
         moved = self.traffic
-        stored = "that standard attention stores" if self.problem.algorithm == "standard" else "that is never stored"
-        total = f"{moved.loaded:,} elements loaded, {moved.stored:,} stored, {moved.row_elements:,} of row statistics"
-        work = f"{moved.flops:,} floating-point operations, {moved.flops / max(moved.elements, 1):.1f} an element moved"
+        dense = "standard attention stores" if self.problem.algorithm == "standard" else "never stored"
+        total = f"{moved.loaded:,} elements loaded, {moved.stored:,} stored"
+        total += f", {moved.row_elements:,} of row statistics"
+        work = f"{moved.flops:,} floating-point operations"
+        work += f", {moved.flops / max(moved.elements, 1):.1f} an element moved"
         lines = [
             f"kernel   {self.kernel}",
             *_hang("         ", f"not here: {self.unavailable}" if self.unavailable else "runs here"),
             *_hang("problem  ", _problem_text(self.problem)),
-            f"dense    T x T is {size_text(self.dense_bytes)} {stored}",
+            f"dense    T x T is {size_text(self.dense_bytes)}, {dense}",
             *_hang("copied   ", self._copied_text()),
             "",
             f"tiles for {self.chip.name}, M = {size_text(self.tiles.on_chip_bytes or 0)}",
@@ -103,7 +105,10 @@ class Plan:
     def _copied_text(self) -> str:
         if not self.copied:
             return "no argument"
-        return ", ".join(self.copied) + ": the last axis is not contiguous, or the axes cannot be viewed as asked"
+        return (
+            ", ".join(self.copied)
+            + ": the last axis is not contiguous, or the axes cannot be viewed as asked"
+        )
 
 
 def explain(
@@ -157,7 +162,9 @@ def explain(
     _check_direction(direction)
     for name in ("out", "return_lse"):
         if direction == "backward" and name in options:
-            raise ProblemError(f"{name} is not an option of the backward functions; expected it in the forward call")
+            raise ProblemError(
+                f"{name} is not an option of the backward functions; expected it in the forward call"
+            )
     problem, x = check(q, k, v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, wrt=wrt, **options)
     return plan(problem, direction, visibility=x.visibility, wrt=x.wrt, copied=tuple(x.copied))
 
@@ -253,7 +260,9 @@ def _refusal(name: str, problem: Problem) -> str:
 def _problem_text(problem: Problem) -> str:
     """Shapes, dtype and the options that are not the default, in words."""
     p = problem
-    sizes = f"B = {p.B}, Hq = {p.Hq}, Hkv = {p.Hkv}, Tq = {p.Tq}, Tk = {p.Tk}, d = {p.d}, dv = {p.dv}, {p.dtype}"
+    sizes = (
+        f"B = {p.B}, Hq = {p.Hq}, Hkv = {p.Hkv}, Tq = {p.Tq}, Tk = {p.Tk}, d = {p.d}, dv = {p.dv}, {p.dtype}"
+    )
     words = [sizes, f"scale = {p.scale:.6g}"]
     words += ["causal"] * p.causal
     words += [f"window = {p.window}"] * (p.window is not None)

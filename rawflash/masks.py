@@ -166,7 +166,10 @@ class SlidingWindow(Band):
 
 
 def _integers(name: str, value: npt.ArrayLike) -> np.ndarray:
-    array = np.asarray(value)
+    try:
+        array = np.asarray(value)
+    except ValueError:
+        raise ProblemError(f"{name} is ragged; expected a rectangular array of integers") from None
     if array.dtype.kind not in "iu":
         raise ProblemError(f"{name} has dtype {array.dtype}; expected integers")
     return np.ascontiguousarray(array, dtype=np.int64)
@@ -301,9 +304,13 @@ class Segments(Mask):
 
 @dataclass(frozen=True, eq=False)
 class Dense(Mask):
-    """A boolean array broadcastable to ``(B, Hq, Tq, Tk)``; True = attend."""
+    """A boolean array broadcastable to ``(B, Hq, Tq, Tk)``; True = attend.
+
+    ``array`` is kept with four axes, ``shape`` is that of what was passed.
+    """
 
     array: np.ndarray
+    shape: tuple[int, ...] = field(init=False)
 
     def __post_init__(self) -> None:
         array = np.asarray(self.array)
@@ -311,27 +318,30 @@ class Dense(Mask):
             raise ProblemError(f"mask has dtype {array.dtype}; expected bool, True = attend (use bias= for scores)")
         if array.ndim > 4:
             raise ProblemError(f"mask has shape {array.shape}; expected at most four axes (B, Hq, Tq, Tk)")
+        object.__setattr__(self, "shape", array.shape)
         object.__setattr__(self, "array", array.reshape((1,) * (4 - array.ndim) + array.shape))
 
     def check(self, shape: tuple[int, int, int, int]) -> None:
         if any(have not in (1, want) for have, want in zip(self.array.shape, shape, strict=True)):
             raise ProblemError(
-                f"mask has shape {self.array.shape}; expected broadcastable to (B, Hq, Tq, Tk) = {shape}"
+                f"mask has shape {self.shape}; expected broadcastable to (B, Hq, Tq, Tk) = {shape}"
             )
 
     def visible(
         self, b: npt.ArrayLike, h: npt.ArrayLike, i: npt.ArrayLike, j: npt.ArrayLike, q_offset: npt.ArrayLike
     ) -> np.ndarray:
         b, h, i, j, _ = np.broadcast_arrays(b, h, i, j, q_offset)
-        size_b, size_h, size_i, size_j = self.array.shape
+        array = self.array
+        size_b, size_h, size_i, size_j = array.shape
         # A broadcast axis has length 1, and index % 1 is 0.
-        return self.array[b % max(size_b, 1), h % max(size_h, 1), i % max(size_i, 1), j % max(size_j, 1)]
+        return array[b % max(size_b, 1), h % max(size_h, 1), i % max(size_i, 1), j % max(size_j, 1)]
 
     def tile(self, b: int, h: int, i0: int, i1: int, j0: int, j1: int, q_offset: int) -> int:
-        size_b, size_h, size_i, size_j = self.array.shape
+        array = self.array
+        size_b, size_h, size_i, size_j = array.shape
         rows = slice(i0, i1) if size_i > 1 else slice(0, 1)
         keys = slice(j0, j1) if size_j > 1 else slice(0, 1)
-        block = self.array[b % size_b, h % size_h, rows, keys]
+        block = array[b % size_b, h % size_h, rows, keys]
         return FULL if block.all() else PARTIAL if block.any() else EMPTY
 
     def program(self) -> list[Instruction]:

@@ -513,8 +513,13 @@ def _window(window: Any) -> tuple[int | None, int | None] | None:
     rule = "None or a pair (left, right), each an int >= 0 or None"
     if not isinstance(window, (tuple, list)) or len(window) != 2:
         raise _fail("window", window, rule)
-    sides = [None if side is None else _integer("window", side, 0, None, rule) for side in window]
-    return sides[0], sides[1]
+    for side in window:
+        if side is not None and (
+            isinstance(side, (bool, np.bool_)) or not isinstance(side, (int, np.integer)) or side < 0
+        ):
+            raise _fail("window", window, rule)
+    left, right = (None if side is None else int(side) for side in window)
+    return left, right
 
 
 def _q_offset(value: Any, batch: int, q_lengths: np.ndarray, kv_lengths: np.ndarray) -> np.ndarray:

@@ -34,8 +34,6 @@ from rawflash.problem import Problem
 
 ON_CHIP = "on-chip"
 REGISTERS = "registers"
-FORWARD_BLOCKS = 4  # Q, O, K or V, S (equation 43)
-BACKWARD_BLOCKS = 8  # Q, K, V, P or dS, dO, dQ, dK, dV (equation 78)
 STANDARD_BLOCKS = 3  # the two factors and the result of one matrix product
 DAO_BACKWARD_BLOCKS = 4  # what Dao et al. 2022 (algorithm 4, line 1) divide M by: overflows, see plan_tiles
 IJ, JI, PRODUCTS, RESIDENT, STREAMED = "ij", "ji", "products", "resident", "streamed"
@@ -234,8 +232,9 @@ def _flash(problem: Problem, chip: Chip, direction: str, order: str | None, bloc
     limit = _available(problem, chip)
     if blocks is None:
         limit = _limit(problem, chip, direction, f"blocks of {granule} rows", needed)
-    divisor = blocks or (FORWARD_BLOCKS if direction == "forward" else BACKWARD_BLOCKS)
-    rows = limit // item // (divisor * D)
+    # M / (4d) or M / (8d) in elements; in bytes, each of the named blocks with its own item size.
+    row_bytes = D * (item * blocks if blocks else sum(tile.itemsize for tile in tiles_of(1, 1, 0).resident))
+    rows = limit // row_bytes
     T_outer, T_inner = (problem.Tq, problem.Tk) if order == IJ else (problem.Tk, problem.Tq)
     most = chip.most_rows or max(problem.Tq, problem.Tk)
     outer = _down(min(rows, most), granule, T_outer)

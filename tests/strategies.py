@@ -317,7 +317,7 @@ def _features(exclude):
 
 
 def _poison(case, batch_first):
-    """Overwrite padding with NaN, in what has memory of its own for it. ``batch_first``: arrays (B, H, T, .)."""
+    """Overwrite padding that has memory of its own with NaN. ``batch_first``: arrays (B, H, T, .)."""
     options = case.options
     for length, names in (("q_lengths", ("q", "dout")), ("kv_lengths", ("k", "v"))):
         if length in options:

@@ -1,4 +1,4 @@
-"""Array kinds: what comes in as NumPy, PyTorch, a buffer or DLPack goes out as the same, with the same numbers.
+"""Array kinds: what comes in as NumPy, PyTorch, a buffer or DLPack goes out as the same, with equal numbers.
 
 Kinds are made into views before any backend sees them, so most tests run one backend, numpy_tiled, which
 compiles nothing; where memory itself reaches the kernel (strides, byte order, ``out``) they run both.
@@ -359,7 +359,7 @@ OUTS = {
 def test_out(memory, layout, cpu_backend):
     """``out`` is returned, holds the result, and nothing around it is written."""
     q, k, v, _ = call(layout=layout)
-    # A row that sees nothing and padding are in it, so that what is not computed must be written all the same.
+    # A row that sees nothing, and padding: what is not computed must be written all the same.
     options = dict(layout=layout, backend=cpu_backend, causal=True, q_offset=-1, q_lengths=[9, 3])
     want, want_lse = rf.attention(q, k, v, return_lse=True, **options)
     out = OUTS[memory](want.shape, np.float32)

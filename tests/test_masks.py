@@ -1,4 +1,4 @@
-"""Masks: pictures of each, and proof on grids that predicate, tile classes, block spans and programs agree."""
+"""Masks: pictures, and proof on grids that predicate, tile classes, block spans and programs agree."""
 
 import ctypes
 from itertools import product
@@ -388,7 +388,7 @@ def test_programs_stay_inside_64_bits(shape, data):
 
 
 def test_kind_tells_structure_not_data():
-    """``kind`` is part of the key of compiled kernels: equal for other data, different for other structure."""
+    """``kind`` is part of the key of compiled kernels: it tells structure, not data."""
 
     def make(n, ids):
         return (M.Prefix(n) | M.Causal()) & M.Segments(ids)

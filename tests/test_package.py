@@ -52,7 +52,7 @@ def run_fresh(statement):
 
 
 def best_seconds(statement, tries=12, enough=LIMIT):
-    """The best of several tries, since other work on the machine only adds; stops at the first below ``enough``."""
+    """The best of several tries, since other work only adds; stops at the first below ``enough``."""
     best = float("inf")
     for _ in range(tries):
         best = min(best, run_fresh(statement)[0])

@@ -135,6 +135,15 @@ def test_threshold():
     assert philox.threshold(math.nextafter(1.0, 0)) == 2**32 - 1
 
 
+def test_kept_iff_word_is_at_least_the_threshold():
+    """Equality keeps: with p = word / 2**32 the element is kept, with the next p it is dropped."""
+    for j in range(8):
+        word = philox_twin((17, 0), (j // 4, 2, 1, 0))[j % 4]
+        for p, kept in ((word / 2**32, True), ((word + 1) / 2**32, False)):
+            assert rf.dropout_mask(p, 17, (1, 2, 3, 8))[0, 1, 2, j] == kept
+            assert philox.keep(p, 17, 0, 1, 2, j) == kept
+
+
 def test_seeds_and_positions_matter():
     """Each half of the seed and each index changes the mask."""
     base = rf.dropout_mask(0.5, 5, (2, 2, 8, 32))

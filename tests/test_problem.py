@@ -1,4 +1,4 @@
-"""The validator: every kind of bad call raises the right error and touches nothing; good calls become records.
+"""The validator: bad calls raise the right error and touch nothing; good calls become records.
 
 The tables below are the rules of the contract, one line per rule. A bad call is the good call of its
 function with something replaced; the error must name the argument and say what was expected, and neither
@@ -7,6 +7,7 @@ function with something replaced; the error must name the argument and say what 
 
 import dataclasses
 import math
+import tracemalloc
 
 import ml_dtypes
 import numpy as np
@@ -530,7 +531,7 @@ def test_the_bad_calls_are_bad_for_their_reason():
     ids=str,
 )
 def test_errors_leave_out_alone(replaced):
-    """Whatever stage refuses a call, the validator, the look-up or the plan of tiles: ``out`` is as it was."""
+    """Whatever refuses a call, validator, look-up or plan of tiles: ``out`` is as it was."""
     call = good_forward()
     with pytest.raises(rf.RawflashError):
         rf.attention(**call | replaced)
@@ -1060,6 +1061,19 @@ def test_one_copy_otherwise(view):
     assert np.shares_memory(x.k, k) and np.shares_memory(x.v, k)
 
 
+def test_one_copy_is_one_copy():
+    """Checking a call allocates nothing of the size of q; with a strided last axis, that size once."""
+    home = arr(1, 8, 512, 256)
+    tight, wide = np.ascontiguousarray(home[..., ::2]), home[..., ::2]
+    for q, copies in ((tight, 0), (wide, 1)):
+        tracemalloc.start()
+        kept = check(q, tight, tight)
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        assert kept[1].copied == ["q"] * copies
+        assert copies * q.nbytes <= peak < (copies + 0.5) * q.nbytes
+
+
 @pytest.mark.parametrize("view", COPIES)
 def test_copies_in_the_backward_pass_are_named(view):
     call = good_backward()
@@ -1069,7 +1083,7 @@ def test_copies_in_the_backward_pass_are_named(view):
 
 
 def test_five_axes_with_several_leading_strides():
-    """Leading axes that no single stride describes are copied at most once, and contiguous ones not at all."""
+    """Leading axes that no single stride describes are copied at most once, others not at all."""
     home = arr(3, 2, HQ, TQ, D)
     q = home.swapaxes(0, 1)
     k = arr(2, 3, HKV, TK, D)

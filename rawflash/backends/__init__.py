@@ -56,8 +56,8 @@ BACKENDS = {
 def unavailable(name: str, why: str) -> BackendError:
     """The error for a backend that cannot take a call."""
     row = BACKENDS[name]
-    here = "is not in this version of rawflash" if row.module is None else f"takes {row.runs_on}"
-    return BackendError(f"backend {name!r} {here} ({why}); {row.instead}")
+    missing = " and is not in this version of rawflash" if row.module is None else ""
+    return BackendError(f"backend {name!r} takes {row.runs_on}{missing}: {why}; {row.instead}")
 
 
 def lookup(problem: Problem, direction: str) -> tuple[Callable[..., None], Chip]:
@@ -75,7 +75,7 @@ def lookup(problem: Problem, direction: str) -> tuple[Callable[..., None], Chip]
     """
     row = BACKENDS[problem.backend]
     if row.module is None:
-        raise unavailable(problem.backend, "no kernels")
+        raise unavailable(problem.backend, "it has no kernels yet")
     if problem.algorithm not in row.algorithms:
         having = [name for name, other in BACKENDS.items() if problem.algorithm in other.algorithms and other.module]
         raise BackendError(
@@ -93,7 +93,7 @@ def why_not(name: str) -> str | None:
     """Why a backend cannot run here, or None when it can."""
     row = BACKENDS[name]
     if row.module is None:
-        return str(unavailable(name, "no kernels"))
+        return str(unavailable(name, "it has no kernels yet"))
     try:
         importlib.import_module(row.module)
     except ImportError as error:

@@ -1,0 +1,485 @@
+"""The command line: every command and every exit code. numpy_tiled where possible, which compiles nothing."""
+
+import importlib
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+
+import rawflash as rf
+from rawflash import cli, hardware
+from rawflash.accuracy import error_ratio, reference
+from rawflash.cli import main
+
+SMALL = ["demo", "--tokens", "48", "--heads", "2", "--dim", "8", "--backends", "numpy_tiled"]
+TILED = ["--backend", "numpy_tiled"]
+
+
+def save(path, **arrays):
+    np.savez(path, **arrays)
+    return str(path)
+
+
+@pytest.fixture
+def qkv(rng):
+    return dict(zip("qkv", rng.standard_normal((3, 1, 2, 24, 8)).astype(np.float32), strict=True))
+
+
+@pytest.fixture
+def files(tmp_path, qkv):
+    """(input, output) with q, k and v in the input."""
+    return save(tmp_path / "in.npz", **qkv), str(tmp_path / "out.npz")
+
+
+def refused(capsys, arguments, *words):
+    """The command ends with 2, one line on stderr that holds ``words``, and no traceback."""
+    assert main(arguments) == cli.BAD_INPUT
+    out, err = capsys.readouterr()
+    assert err.startswith("rawflash: ") and "Traceback" not in err and out == ""
+    for word in words:
+        assert word in err, err
+
+
+# ---- demo
+
+
+def test_demo(capsys):
+    assert main(SMALL) == 0
+    out, err = capsys.readouterr()
+    lines = out.splitlines()
+    assert max(map(len, lines)) <= 80 and "\x1b" not in out + err
+    assert "48 of 4,708 bytes of alice.txt" in out
+    for algorithm in ("standard", "rowwise", "fa1", "fa2"):
+        rows = [line.split() for line in lines if line.startswith(f"numpy_tiled {algorithm} ")]
+        assert [row[3] for row in rows] == ["fwd", "bwd"] * 2
+        assert all(row[-1] == "ok" for row in rows[:2])
+        for _, _, _, _, loads, loads_counted, stores, stores_counted in rows[2:]:
+            assert loads == loads_counted and stores == stores_counted
+    assert lines[-1].startswith("Read: all agree")
+    assert "counting loads and stores" in err
+
+
+def test_demo_on_a_text_shorter_than_asked(capsys, tmp_path):
+    path = tmp_path / "mine.txt"
+    path.write_bytes(b"One byte is enough. \xff\x00")
+    assert main([*SMALL, str(path)]) == 0
+    assert "22 of 22 bytes" in capsys.readouterr().out
+    path.write_bytes(b"x")
+    assert main([*SMALL, str(path)]) == 0
+
+
+def test_demo_says_which_backends_are_missing(capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "numba", None)
+    assert main([*SMALL[:-1], "numpy_tiled,numba_cpu,cupy_raw"]) == 0
+    out = capsys.readouterr().out
+    assert "not run: numba_cpu: Numba is not installed; pip install numba" in out
+    assert "not run: cupy_raw: " in out
+
+
+def test_demo_without_any_backend_is_no_success(capsys):
+    assert main([*SMALL[:-1], "cupy_raw"]) == cli.DISAGREES
+    assert "no backend ran" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_demo_finds_a_wrong_kernel(capsys, monkeypatch, direction):
+    name = f"fa2_{direction}"
+    module = importlib.import_module(f"rawflash.backends.numpy_tiled.{name}")
+    right = getattr(module, name)
+
+    def wrong(problem, tiles, x, *results, **keywords):
+        right(problem, tiles, x, *results, **keywords)
+        target = results[0] if direction == "forward" else results[0]["k"]
+        target[..., 0, 0] += 1e-3
+
+    monkeypatch.setattr(module, name, wrong)
+    assert main(SMALL) == cli.DISAGREES
+    out = capsys.readouterr().out
+    assert f"DISAGREES: numpy_tiled fa2 {direction}: {'out' if direction == 'forward' else 'dk'} is" in out
+    assert "WRONG" in out and out.splitlines()[-1].startswith("Read: each DISAGREES")
+    assert "DISAGREES: numpy_tiled fa1" not in out
+
+
+def test_demo_finds_a_nan(capsys, monkeypatch):
+    module = importlib.import_module("rawflash.backends.numpy_tiled.fa1_forward")
+
+    def nan(problem, tiles, x, out, lse, **keywords):
+        out[...] = np.nan
+
+    monkeypatch.setattr(module, "fa1_forward", nan)
+    assert main(SMALL) == cli.DISAGREES
+    assert "out is inf times" in capsys.readouterr().out
+
+
+def test_demo_finds_wrong_counts(capsys, monkeypatch):
+    from rawflash.backends.numpy_tiled.memory import Memory
+
+    load = Memory.load
+
+    def twice(self, name, array, **keywords):
+        self.loads[name] += name == "K"
+        return load(self, name, array, **keywords)
+
+    monkeypatch.setattr(Memory, "load", twice)
+    assert main(SMALL) == cli.DISAGREES
+    assert "counted loads and stores are not the predicted ones" in " ".join(capsys.readouterr().out.split())
+
+
+def test_demo_reports_a_kernel_that_raises(capsys, monkeypatch):
+    module = importlib.import_module("rawflash.backends.numpy_tiled.rowwise_backward")
+
+    def fails(*arguments, **keywords):
+        raise rf.TileError("too large", needed=2, available=1)
+
+    monkeypatch.setattr(module, "rowwise_backward", fails)
+    assert main(SMALL) == cli.DISAGREES
+    out = capsys.readouterr().out
+    assert "FAILED" in out and "numpy_tiled rowwise backward: failed: too large" in out
+
+
+def test_demo_bad_input(capsys, tmp_path):
+    empty = tmp_path / "empty.txt"
+    empty.write_bytes(b"")
+    refused(capsys, ["demo", str(empty)], "empty")
+    refused(capsys, ["demo", str(tmp_path / "none.txt")], "none.txt", "No such file")
+    refused(capsys, ["demo", str(tmp_path)], "directory")
+    refused(capsys, [*SMALL, "--seed", "-1"], "--seed")
+    for flags in (["--tokens", "0"], ["--backends", "torch"], ["--heads", "x"]):
+        assert main(["demo", *flags]) == cli.BAD_INPUT
+        assert flags[0] in capsys.readouterr().err
+
+
+def test_no_arguments_are_the_demo(monkeypatch):
+    seen = []
+    monkeypatch.setattr(cli, "_demo", lambda options: seen.append(options.text) or 0)
+    assert main([]) == 0 and seen == [None]
+    monkeypatch.setattr(sys, "argv", ["rawflash"])
+    assert main() == 0 and len(seen) == 2
+
+
+@pytest.mark.slow
+def test_demo_with_compiled_kernels(tmp_path):
+    """The parts that only numba_cpu has: compiling in processes of their own, threads."""
+    command = [sys.executable, "-m", "rawflash", "demo", "--tokens", "64", "--heads", "2", "--dim", "8"]
+    done = subprocess.run([*command, "--backends", "numba_cpu"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = [line.split() for line in done.stdout.splitlines() if line.startswith("numba_cpu ")]
+    assert [(row[1], row[3]) for row in rows] == [(a, way) for a in ("fa1", "fa2") for way in ("fwd", "bwd")] * 2
+    assert "compiling, first time only" in done.stderr
+    assert "\x1b" not in done.stdout + done.stderr
+
+
+# ---- run
+
+
+def test_run_forward(capsys, files, qkv):
+    assert main(["run", files[0], "-o", files[1], "--causal", *TILED]) == 0
+    with np.load(files[1]) as results:
+        assert set(results.files) == {"out", "lse"}
+        expected = reference(**qkv, causal=True)
+        for name in results.files:
+            assert error_ratio(name, results[name], expected) <= 1
+    assert "out     float32 (1, 2, 24, 8)" in capsys.readouterr().out
+
+
+def test_run_passes_every_option_on(files, qkv):
+    flags = "--window 5,none --q-offset 2 --softcap 20 --dropout 0.25 --seed 3 --scale 0.5"
+    flags += " --algorithm fa1 --deterministic"
+    assert main(["run", files[0], "-o", files[1], *flags.split(), *TILED, "--sram", "4096"]) == 0
+    options = dict(window=(5, None), q_offset=2, softcap=20.0, dropout=0.25, seed=3, scale=0.5)
+    with np.load(files[1]) as results:
+        assert error_ratio("out", results["out"], reference(**qkv, **options)) <= 1
+
+
+def test_run_gradients_and_array_options(tmp_path, qkv, rng):
+    side = dict(
+        bias=rng.standard_normal((24, 24)).astype(np.float32), sinks=np.ones(2, np.float32),
+        mask=rng.random((24, 24)) < 0.8, alibi_slopes=np.array([0.5, 0.25]), kv_lengths=np.array([20]),
+        q_lengths=np.array([22]), q_offset=np.array(1),
+    )  # fmt: skip
+    dout = rng.standard_normal((1, 2, 24, 8)).astype(np.float32)
+    dlse = rng.standard_normal((1, 2, 24)).astype(np.float32)
+    path = save(tmp_path / "in.npz", **qkv, **side, dout=dout, dlse=dlse)
+    target = tmp_path / "gradients"  # the name is kept as it is
+    assert main(["run", path, "--output", str(target), *TILED]) == 0
+    side["q_offset"] = 1
+    wrt = ("q", "k", "v", "bias", "sinks")
+    expected = reference(**qkv, dout=dout, dlse=dlse, wrt=wrt, **side)
+    with np.load(target) as results:
+        assert set(results.files) == {"out", "lse", *("d" + name for name in wrt)}
+        for name in results.files:
+            assert error_ratio(name, results[name], expected) <= 1, name
+
+
+def test_run_varlen(tmp_path, rng):
+    q, k, v = rng.standard_normal((3, 2, 24, 8)).astype(np.float32)
+    cu = np.array([0, 10, 24])
+    path = save(tmp_path / "in.npz", q=q, k=k, v=v, dout=q, cu_seqlens_q=cu, cu_seqlens_k=cu)
+    assert main(["run", path, "-o", str(tmp_path / "out.npz"), "--causal", *TILED]) == 0
+    expected = reference(q, k, v, q, cu_seqlens_q=cu, cu_seqlens_k=cu, causal=True)
+    with np.load(tmp_path / "out.npz") as results:
+        for name in ("out", "lse", "dq", "dk", "dv"):
+            assert error_ratio(name, results[name], expected) <= 1
+
+
+def test_run_layout_and_dtypes(tmp_path, rng):
+    for dtype in (np.float16, np.float64):
+        q, k, v = rng.standard_normal((3, 1, 24, 2, 8)).astype(dtype)
+        path = save(tmp_path / "in.npz", q=q, k=k, v=v)
+        arguments = ["run", path, "-o", str(tmp_path / "out.npz"), "--force", "--layout", "bthd", *TILED]
+        assert main(arguments) == 0
+        with np.load(tmp_path / "out.npz") as results:
+            assert results["out"].dtype == dtype and results["out"].shape == q.shape
+            assert error_ratio("out", results["out"], reference(q, k, v, layout="bthd")) <= 1
+
+
+def test_run_does_not_overwrite(capsys, files):
+    arguments = ["run", files[0], "-o", files[1], *TILED]
+    with open(files[1], "wb") as file:
+        file.write(b"precious")
+    refused(capsys, arguments, "out.npz", "--force")
+    with open(files[1], "rb") as file:
+        assert file.read() == b"precious"
+    assert main([*arguments, "--force"]) == 0
+    with np.load(files[1]) as results:
+        assert "out" in results.files
+
+
+def test_run_may_replace_its_own_input_by_force(files, qkv):
+    assert main(["run", files[0], "-o", files[0], "--force", *TILED]) == 0
+    with np.load(files[0]) as results:
+        assert error_ratio("out", results["out"], reference(**qkv)) <= 1
+
+
+@pytest.mark.parametrize("stop", [OSError(28, "No space left on device"), KeyboardInterrupt()])
+@pytest.mark.parametrize("existing", [None, b"old"])
+def test_run_writes_whole_files_or_none(capsys, monkeypatch, files, tmp_path, stop, existing):
+    if existing is not None:
+        (tmp_path / "out.npz").write_bytes(existing)
+    before = sorted(os.listdir(tmp_path))
+
+    def half(file, **arrays):
+        file.write(b"PK half a file")
+        raise stop
+
+    monkeypatch.setattr(np, "savez", half)
+    code = main(["run", files[0], "-o", files[1], "--force", *TILED])
+    assert code == (cli.BAD_INPUT if isinstance(stop, OSError) else cli.INTERRUPTED)
+    assert sorted(os.listdir(tmp_path)) == before
+    if existing is not None:
+        assert (tmp_path / "out.npz").read_bytes() == existing
+    assert "Traceback" not in capsys.readouterr().err
+
+
+def test_run_output_that_appears_meanwhile_is_kept(capsys, monkeypatch, files, tmp_path):
+    savez = np.savez
+
+    def slow(file, **arrays):
+        savez(file, **arrays)
+        (tmp_path / "out.npz").write_bytes(b"other")
+
+    monkeypatch.setattr(np, "savez", slow)
+    refused(capsys, ["run", files[0], "-o", files[1], *TILED], "--force")
+    assert (tmp_path / "out.npz").read_bytes() == b"other"
+    assert sorted(os.listdir(tmp_path)) == ["in.npz", "out.npz"]
+
+
+@pytest.mark.skipif(os.name != "posix", reason="file modes and links are POSIX's")
+def test_run_output_is_an_ordinary_file(files, tmp_path):
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "link.npz").symlink_to(tmp_path / "sub" / "real.npz")
+    assert main(["run", files[0], "-o", str(tmp_path / "sub" / "real.npz"), *TILED]) == 0
+    mask = os.umask(0)
+    os.umask(mask)
+    assert (tmp_path / "sub" / "real.npz").stat().st_mode & 0o777 == 0o666 & ~mask
+    assert main(["run", files[0], "-o", str(tmp_path / "link.npz"), "--force", *TILED]) == 0
+    assert (tmp_path / "link.npz").is_symlink()  # the file it points to was replaced
+
+
+def test_run_refuses_targets_that_are_no_files(capsys, files, tmp_path):
+    refused(capsys, ["run", files[0], "-o", str(tmp_path), "--force"], "not a regular file")
+    refused(capsys, ["run", files[0], "-o", str(tmp_path / "no" / "out.npz")], "no such folder")
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (dict(q=None), ["no array 'q'"]),
+        (dict(quarry=np.zeros(3)), ["unknown array 'quarry'"]),
+        (dict(biases=np.zeros(3)), ["did you mean 'bias'?"]),
+        (dict(k=np.zeros((1, 2, 24, 9), np.float32)), ["k has shape (1, 2, 24, 9)", "to match q"]),
+        (dict(k=np.zeros((1, 2, 24, 8))), ["k has dtype float64"]),
+        (dict(q=np.zeros((1, 2, 24, 8), np.int32)), ["q", "int32"]),
+        (dict(q=np.zeros((1, 2, 24, 8), "V2")), ["bfloat16", "float32"]),
+        (dict(q=np.array(["text"])), ["q"]),
+        (dict(q=np.array([{}], dtype=object)), ["allow_pickle"]),
+        (dict(mask=np.zeros((24, 24), np.float32)), ["mask"]),
+        (dict(q_lengths=np.array([25])), ["q_lengths"]),
+        (dict(dlse=np.zeros((1, 2, 24), np.float32)), ["dlse", "dout"]),
+        (dict(dout=np.zeros((1, 2, 23, 8), np.float32)), ["dout has shape"]),
+        (dict(cu_seqlens_q=np.array([0, 24])), ["cu_seqlens"]),
+    ],
+)
+def test_run_bad_arrays(capsys, tmp_path, qkv, change, words):
+    given = {name: array for name, array in (qkv | change).items() if array is not None}
+    arguments = ["run", save(tmp_path / "in.npz", **given), "-o", str(tmp_path / "out.npz"), *TILED]
+    refused(capsys, arguments, *words)
+    assert os.listdir(tmp_path) == ["in.npz"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "word"),
+    [
+        (["--dropout", "1.5"], "dropout"),
+        (["--softcap", "-1"], "softcap"),
+        (["--seed", "-1"], "seed"),
+        (["--scale", "nan"], "scale"),
+        (["--window=-1,0"], "window"),
+        (["--sram", "16"], "sram"),
+        (["--backend", "cupy_raw"], "cupy_raw"),
+        (["--backend", "numba_cpu", "--algorithm", "standard"], "numpy_tiled has it"),
+    ],
+)
+def test_run_bad_options(capsys, files, flags, word):
+    refused(capsys, ["run", files[0], "-o", files[1], *flags], word)
+    assert not os.path.exists(files[1])
+
+
+@pytest.mark.parametrize("flags", ["--window 3", "--window a,b", "--layout bdht", "--sram 64K", "--x"])
+def test_run_flags_that_cannot_be_read(capsys, files, flags):
+    assert main(["run", files[0], "-o", files[1], *flags.split()]) == cli.BAD_INPUT
+    assert "usage:" in capsys.readouterr().err
+
+
+def test_run_files_that_are_no_npz(capsys, tmp_path, qkv):
+    target = str(tmp_path / "out.npz")
+    text, single, broken = tmp_path / "text.npz", tmp_path / "one.npy", tmp_path / "broken.npz"
+    text.write_text("hello")
+    np.save(single, np.zeros(3))
+    save(broken, **qkv)
+    broken.write_bytes(broken.read_bytes()[:-30])
+    for path in (text, single, broken):
+        refused(capsys, ["run", str(path), "-o", target], "not an .npz file")
+    refused(capsys, ["run", str(tmp_path / "none.npz"), "-o", target], "no such file")
+    whole = save(tmp_path / "bits.npz", **qkv)
+    data = bytearray((tmp_path / "bits.npz").read_bytes())
+    data[200] ^= 0xFF  # inside the first array: its checksum fails
+    (tmp_path / "bits.npz").write_bytes(data)
+    refused(capsys, ["run", whole, "-o", target, *TILED], "bits.npz")
+
+
+def test_run_q_offset_in_one_place(capsys, tmp_path, qkv):
+    path = save(tmp_path / "in.npz", **qkv, q_offset=np.array(3))
+    refused(capsys, ["run", path, "-o", str(tmp_path / "out.npz"), "--q-offset", "3"], "q_offset")
+
+
+# ---- explain and info
+
+
+@pytest.mark.parametrize("arch", ["cpu", *hardware.CHIPS])
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_explain_every_arch(capsys, arch, direction):
+    flags = ["--arch", arch, "--direction", direction, "--dtype", "bfloat16", "--causal"]
+    assert main(["explain", "--shape", "2,8,2,512,1024,64", *flags]) == 0
+    out = capsys.readouterr().out
+    assert f"fa2_{direction}" in out and f"tiles for {arch}, M = " in out
+    assert "Hq = 8, Hkv = 2, Tq = 512, Tk = 1024, d = 64, dv = 64" in " ".join(out.split())
+    assert "bfloat16" in out and "causal" in out and "\x1b" not in out
+    assert max(map(len, out.splitlines())) <= 80
+
+
+def test_explain_options(capsys):
+    flags = "--dv 32 --window 64,none --q-offset 3 --layout bthd --algorithm rowwise --sram 65536 --softcap 9"
+    assert main(["explain", "--shape", "1,2,2,256,512,64", *flags.split()]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    for words in (
+        "numpy_tiled.rowwise_forward",
+        "dv = 32",
+        "window = (64, None)",
+        "layout = bthd",
+        "sram = 65536",
+    ):
+        assert words in out
+    assert main(["explain", "--shape", "1,2,2,64,64,8", "--arch", "sm_90", "--backend", "numba_cuda"]) == 0
+    assert "numba_cuda.fa2_forward" in capsys.readouterr().out
+    assert main(["explain", "--shape", "0,2,2,0,0,8"]) == 0
+
+
+def test_explain_a_huge_shape_takes_no_memory(capsys):
+    shape = "64,128,8,1000000,1000000,128"
+    assert main(["explain", "--shape", shape, "--arch", "sm_90", "--dtype", "float16"]) == 0
+    assert "TiB" in capsys.readouterr().out
+
+
+def test_explain_bad_input(capsys):
+    shape = ["explain", "--shape"]
+    refused(capsys, [*shape, "1,8,3,64,64,64"], "8 heads", "3")
+    refused(capsys, [*shape, "1,8,8,64,64,0"], "head dimension of 0")
+    refused(capsys, [*shape, "1,1,1,64,64,64", "--arch", "sm_90", "--sram", "100"], "no legal tiles", "100")
+    refused(capsys, [*shape, "1,1,1,64,64,64", "--arch", "sm_90", *TILED], "numpy_tiled", "sm_90")
+    refused(capsys, [*shape, "1,1,1,64,64,64", "--backend", "cupy_raw"], "cupy_raw", "cpu")
+    for arguments in (["1,2,3"], ["a,b,c,d,e,f"], ["1,1,1,1,1,-1"], ["1,1,1,1,1,1", "--arch", "sm_99"]):
+        assert main([*shape, *arguments]) == cli.BAD_INPUT
+        assert "usage:" in capsys.readouterr().err
+    assert main(["explain"]) == cli.BAD_INPUT
+
+
+def test_info(capsys):
+    assert main(["info"]) == 0
+    out = capsys.readouterr().out
+    assert rf.__version__ in out and np.__version__ in out
+    for backend in ("numba_cpu", "numpy_tiled", "cupy_raw", "numba_cuda"):
+        assert backend in out
+    assert "KiB a core" in out and "threads" in out and "kept in" in out and "does not load" in out
+
+
+def test_info_without_numba(capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "numba", None)
+    for name in [name for name in sys.modules if name.startswith("rawflash.backends.numba_cpu.")]:
+        monkeypatch.delitem(sys.modules, name)
+    assert main(["info"]) == 0
+    out = capsys.readouterr().out
+    assert "does not load: Numba is not installed; pip install numba" in " ".join(out.split())
+
+
+# ---- the whole program
+
+
+def test_help_and_version(capsys):
+    assert main(["--version"]) == 0
+    assert rf.__version__ in capsys.readouterr().out
+    for command in ([], ["demo"], ["run"], ["explain"], ["info"]):
+        assert main([*command, "--help"]) == 0
+        assert "usage: rawflash" in capsys.readouterr().out
+    assert main(["bogus"]) == cli.BAD_INPUT
+
+
+def test_importing_the_command_line_is_light():
+    code = "import sys, rawflash.cli; assert not {'rich', 'numba', 'cupy'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.skipif(os.name != "posix", reason="signals and pipes are POSIX's")
+def test_a_reader_that_goes_away_and_ctrl_c_end_quietly():
+    command = [sys.executable, "-m", "rawflash"]
+    read, write = os.pipe()
+    os.close(read)
+    done = subprocess.run(
+        [*command, "explain", "--shape", "1,1,1,64,64,8"], stdout=write, stderr=subprocess.PIPE
+    )
+    os.close(write)
+    assert done.returncode == cli.BROKEN_PIPE and done.stderr == b""
+
+    demo = subprocess.Popen(
+        [*command, "demo", "--tokens", "512", "--backends", "numpy_tiled"],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    assert demo.stderr.readline().startswith("[1/")  # it works by now
+    time.sleep(0.2)
+    demo.send_signal(signal.SIGINT)
+    out, err = demo.communicate(timeout=60)
+    assert demo.returncode == cli.INTERRUPTED and "Traceback" not in out + err

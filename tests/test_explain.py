@@ -1,0 +1,176 @@
+"""rawflash.explain: the plan of a call, without running it."""
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+import rawflash as rf
+from rawflash import hardware, tiling, traffic
+from rawflash.explain import Plan, plan, size_text
+from rawflash.problem import Problem, check
+
+ALL = [("numba_cpu", "fa1"), ("numba_cpu", "fa2")]
+ALL += [("numpy_tiled", algorithm) for algorithm in ("standard", "rowwise", "fa1", "fa2")]
+
+
+def arrays_of(*shape, dtype=np.float32):
+    return np.zeros((3, *shape), dtype)
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+@pytest.mark.parametrize(("backend", "algorithm"), ALL)
+def test_plan_is_what_the_call_would_use(backend, algorithm, direction):
+    q, k, v = arrays_of(2, 4, 200, 32)
+    options = dict(backend=backend, algorithm=algorithm, causal=True)
+    made = rf.explain(q, k, v, direction, **options)
+    problem, x = check(q, k, v, **options)
+    tiles = tiling.plan_tiles(problem, hardware.chip_of(backend), direction)
+    assert made.problem == problem and made.tiles == tiles
+    assert made.traffic == traffic.traffic(problem, tiles, direction, visibility=x.visibility)
+    assert made.kernel == f"{backend}.{algorithm}_{direction}"
+    assert made.dense_bytes == 2 * 4 * 200 * 200 * 4
+    assert made.unavailable is None and made.copied == ()
+    assert {name for name, _ in made.refused} == {"numba_cpu", "numpy_tiled", "cupy_raw", "numba_cuda"} - {
+        backend
+    }
+
+
+def test_plan_is_frozen_and_equal_to_itself():
+    q, k, v = arrays_of(1, 64, 16)
+    made = rf.explain(q, k, v)
+    assert made == rf.explain(q, k, v) and hash(made) == hash(rf.explain(q, k, v))
+    with pytest.raises(AttributeError):
+        made.direction = "backward"
+
+
+@pytest.mark.parametrize("name", list(hardware.CHIPS))
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
+def test_every_chip_without_arrays(name, direction, dtype):
+    sizes = dict(B=2, Hq=8, Hkv=2, Tq=1024, Tk=2048, d=64, dv=64)
+    problem = Problem(**sizes, dtype=dtype, causal=True, backend="cupy_raw")
+    chip = hardware.chip(name)
+    made = plan(problem, direction, chip)
+    assert isinstance(made, Plan)
+    assert 0 < made.tiles.smem_bytes <= chip.on_chip_bytes
+    text = str(made)
+    assert f"tiles for {name}" in text and "not here" in text
+    assert max(map(len, text.splitlines())) <= 80
+    for tile in made.tiles.resident:
+        assert f"  {tile.name} " in text
+
+
+def test_text_names_every_option():
+    q, k, v = arrays_of(2, 4, 64, 16)
+    text = str(
+        rf.explain(
+            q, k, v, window=(3, None), mask=np.ones((64, 64), bool), bias=np.zeros((64, 64), np.float32),
+            alibi_slopes=np.ones(4), softcap=30.0, sinks=np.zeros(4, np.float32), dropout=0.25, seed=7,
+            kv_lengths=[64, 1], deterministic=True, sram=65536, scale=0.5,
+        )
+    )  # fmt: skip
+    flat = " ".join(text.split())
+    words = ["window = (3, None)", "mask =", "bias (1, 1, 64, 64)", "ALiBi", "softcap = 30", "sinks"]
+    words += ["dropout = 0.25", "seed = 7", "lengths per sequence", "deterministic", "sram = 65536 bytes"]
+    for word in (*words, "scale = 0.5", "float32"):
+        assert word in flat, word
+    assert "None that" not in text
+
+
+def test_copies_are_told():
+    q, k, v = arrays_of(1, 64, 32)
+    made = rf.explain(q[..., ::-1], k, v[..., ::2], backend="numpy_tiled")
+    assert made.copied == ("q", "v")
+    assert "copied   q, v" in str(made)
+
+
+def test_layout_is_a_view():
+    q, k, v = arrays_of(2, 64, 4, 32)
+    made = rf.explain(q, k, v, layout="bthd")
+    assert made.copied == () and made.problem.Tq == 64 and made.problem.Hq == 4
+
+
+def test_lengths_and_masks_change_traffic_and_dense_bytes():
+    q, k, v = arrays_of(2, 1, 256, 16)
+    options = dict(backend="numpy_tiled", sram=8192)
+    whole = rf.explain(q, k, v, **options)
+    half = rf.explain(q, k, v, q_lengths=[256, 0], kv_lengths=[256, 0], **options)
+    causal = rf.explain(q, k, v, causal=True, **options)
+    assert half.dense_bytes * 2 == whole.dense_bytes
+    assert half.traffic.elements * 2 == whole.traffic.elements
+    assert causal.traffic.elements < whole.traffic.elements and causal.dense_bytes == whole.dense_bytes
+
+
+def test_varlen_and_wrt():
+    q, k, v = np.zeros((3, 2, 60, 8), np.float32)
+    made = rf.explain(q, k, v, cu_seqlens_q=[0, 20, 60], cu_seqlens_k=[0, 20, 60])
+    assert made.dense_bytes == 2 * (20**2 + 40**2) * 4
+    bias = np.zeros((60, 60), np.float32)
+    made = rf.explain(q, k, v, "backward", bias=bias, wrt=("q", "k", "v", "bias"), backend="numpy_tiled")
+    assert made.traffic.store("dbias") > 0
+
+
+def test_traffic_falls_with_more_memory():
+    q, k, v = arrays_of(1, 2048, 64)
+    moved = [rf.explain(q, k, v, sram=n << 10).traffic.elements for n in (32, 64, 128)]
+    assert moved == sorted(moved, reverse=True)
+
+
+def test_empty_arrays():
+    q, k, v = arrays_of(2, 3, 0, 8)
+    assert "0 bytes" in str(rf.explain(q, k, v))
+
+
+def test_reasons_of_the_others():
+    q, k, v = arrays_of(1, 64, 16)
+    refused = dict(rf.explain(q, k, v, algorithm="standard").refused)
+    assert "has no algorithm 'standard'" in refused["numba_cpu"]
+    assert "cupy_raw" in refused["cupy_raw"]
+    assert "could run this call" in dict(rf.explain(q, k, v).refused)["numpy_tiled"]
+    gpu = plan(Problem(Tq=64, Tk=64, d=64, dv=64, backend="cupy_raw"), "forward", hardware.chip("sm_90"))
+    assert "takes CPU arrays" in dict(gpu.refused)["numba_cpu"]
+
+
+def test_missing_numba_is_told(monkeypatch):
+    monkeypatch.setitem(sys.modules, "numba", None)
+    q, k, v = arrays_of(1, 64, 16)
+    made = rf.explain(q, k, v, backend="numba_cpu")
+    assert "Numba is not installed" in made.unavailable and "not here" in str(made)
+
+
+@pytest.mark.parametrize(
+    ("error", "options"),
+    [
+        (rf.ProblemError, dict(direction="sideways")),
+        (rf.ProblemError, dict(direction="backward", return_lse=True)),
+        (rf.ProblemError, dict(window=(-1, 0))),
+        (rf.ProblemError, dict(casual=True)),
+        (rf.BackendError, dict(backend="cupy_raw")),
+        (rf.TileError, dict(sram=64)),
+    ],
+)
+def test_a_call_that_would_be_refused(error, options):
+    q, k, v = arrays_of(1, 64, 16)
+    with pytest.raises(error):
+        rf.explain(q, k, v, **options)
+
+
+def test_a_gpu_backend_without_a_chip():
+    with pytest.raises(rf.BackendError, match="name a chip"):
+        plan(Problem(backend="cupy_raw"))
+
+
+def test_explain_imports_no_compiler():
+    code = (
+        "import sys, numpy as np, rawflash as rf; x = np.zeros((1, 64, 16), np.float32); "
+        "str(rf.explain(x, x, x)); assert 'numba' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_size_text():
+    assert [size_text(n) for n in (0, 1023, 1024, 3 << 20, 5 << 30)] == [
+        "0 bytes", "1023 bytes", "1.0 KiB", "3.0 MiB", "5.0 GiB",
+    ]  # fmt: skip

@@ -1,0 +1,259 @@
+"""The forward pass of every kernel, `out` and `lse`, against the float64 oracle (contract, section 6).
+
+Two nets: a table of calls that are awkward on purpose, and problems that Hypothesis draws over all options.
+A drawn problem is given to every kernel, so all of them are judged on the same arrays.
+"""
+
+from functools import cache
+
+import numpy as np
+import pytest
+from hypothesis import given, note, settings
+from strategies import DTYPES, Case, fill, problems, restride
+from tolerances import assert_close
+
+import rawflash as rf
+from rawflash import masks as M
+from rawflash.backends import BACKENDS
+
+#: Every (backend, algorithm) of this version of the package. GPU backends join by getting a module; what
+#: runs here is decided by the row, never by whether the import happens to work: that would be a silent skip.
+KERNELS = [
+    (name, algorithm)
+    for name, row in BACKENDS.items()
+    if row.module is not None and row.runs_on == "CPU arrays"
+    for algorithm in row.algorithms
+]
+kernels = pytest.mark.parametrize(("backend", "algorithm"), KERNELS)
+
+
+def drawn(most):
+    """How many problems to draw: ten times the profile's number up to ``most``, the profile's if that is more."""
+    n = settings().max_examples
+    return max(n, min(10 * n, most))
+
+
+def make(B=2, Hq=2, Hkv=None, Tq=17, Tk=None, d=8, dv=None, dtype="float32", seed=1, size=1.0, lead=None, **options):
+    """A call with standard normal arrays, ``size`` times that in q; every gradient that exists is asked for."""
+    rng = np.random.default_rng(seed)
+    Hkv, Tk, dv, lead = Hkv or Hq, Tq if Tk is None else Tk, dv or d, (B,) if lead is None else lead
+    kind = DTYPES[dtype]
+    options = {name: value(rng, kind) if callable(value) else value for name, value in options.items()}
+    lse_dtype = np.float64 if dtype == "float64" else np.float32
+    return Case(
+        q=(size * rng.standard_normal((*lead, Hq, Tq, d))).astype(kind),
+        k=fill(rng, (*lead, Hkv, Tk, d), "normal", kind),
+        v=fill(rng, (*lead, Hkv, Tk, dv), "normal", kind),
+        dout=fill(rng, (*lead, Hq, Tq, dv), "normal", kind),
+        dlse=rng.standard_normal((*lead, Hq, Tq)).astype(lse_dtype),
+        options=options,
+        wrt=("q", "k", "v", *(name for name in ("bias", "sinks") if name in options)),
+    )
+
+
+def normal(*shape):
+    return lambda rng, dtype: rng.standard_normal(shape).astype(dtype)
+
+
+def half_hidden(*shape):
+    """A bias with -inf in about half of its places."""
+    return lambda rng, dtype: np.where(rng.random(shape) < 0.5, -np.inf, rng.standard_normal(shape)).astype(dtype)
+
+
+def half_visible(*shape):
+    return lambda rng, dtype: rng.random(shape) < 0.5
+
+
+# Tiles of numba_cpu come in 16 rows, so 15, 16, 17, 31, 33 are one less, equal, one more. sram: many tiles.
+AWKWARD = {
+    "one row": dict(Tq=1),
+    "one row, one dimension": dict(Tq=1, d=1),
+    "two rows": dict(Tq=2),
+    "primes": dict(Tq=13, Tk=29, d=7, dv=11),
+    "tile - 1": dict(Tq=15),
+    "tile": dict(Tq=16),
+    "tile + 1": dict(Tq=17),
+    "two tiles - 1, two tiles + 1": dict(Tq=31, Tk=33),
+    "Tq < Tk, causal": dict(Tq=5, Tk=37, causal=True),
+    "Tq > Tk, causal: rows without keys": dict(Tq=37, Tk=5, causal=True),
+    "Tq > Tk, causal, sinks": dict(Tq=37, Tk=5, causal=True, sinks=normal(2)),
+    "Tq > Tk, upper left": dict(Tq=37, Tk=5, causal=True, q_offset=0),
+    "negative offset": dict(Tq=20, causal=True, q_offset=-7),
+    "offset far left: nothing visible": dict(Tq=20, causal=True, q_offset=-1000),
+    "offset far right: everything visible": dict(Tq=20, causal=True, q_offset=1000),
+    "offsets per batch": dict(Tq=20, causal=True, q_offset=np.array([-3, 4])),
+    "window": dict(Tq=40, window=(3, 2)),
+    "window of one key": dict(Tq=40, window=(0, 0)),
+    "window, open to the left": dict(Tq=40, window=(None, 1)),
+    "window and causal": dict(Tq=40, window=(4, 9), causal=True),
+    "window past the keys": dict(Tq=40, Tk=9, window=(2, 2)),
+    "one dimension": dict(d=1),
+    "odd dimensions": dict(d=17, dv=33),
+    "d < dv": dict(d=3, dv=20),
+    "d > dv": dict(d=20, dv=1),
+    "d = 200": dict(B=1, Tq=33, d=200),
+    "grouped heads 8:2": dict(B=1, Hq=8, Hkv=2, Tq=19),
+    "one key head": dict(B=2, Hq=6, Hkv=1, Tq=19),
+    "no batch": dict(B=0),
+    "no rows": dict(Tq=0, Tk=5),
+    "no keys": dict(Tq=5, Tk=0),
+    "no keys, sinks": dict(Tq=5, Tk=0, sinks=normal(2)),
+    "no rows, no keys": dict(Tq=0, Tk=0),
+    "lengths": dict(B=3, Tq=20, Tk=35, q_lengths=[20, 3, 17], kv_lengths=[1, 35, 16]),
+    "padding only": dict(B=3, Tq=20, q_lengths=[0, 20, 5], kv_lengths=[7, 0, 0]),
+    "padding only, sinks": dict(B=3, Tq=20, q_lengths=[0, 20, 5], kv_lengths=[7, 0, 0], sinks=normal(2)),
+    "lengths, causal": dict(B=3, Tq=20, q_lengths=[20, 9, 4], kv_lengths=[7, 20, 11], causal=True),
+    "sinks": dict(Tq=20, sinks=normal(2)),
+    "a huge sink": dict(Tq=20, sinks=lambda rng, dtype: np.array([90.0, -90.0], dtype)),
+    "no sink: -inf": dict(Tq=20, sinks=lambda rng, dtype: np.array([-np.inf, 0.5], dtype)),
+    "mask": dict(Tq=20, mask=half_visible(2, 2, 20, 20)),
+    "mask by key": dict(Tq=20, mask=half_visible(20)),
+    "empty mask": dict(Tq=20, mask=np.zeros((1, 1, 1, 1), bool)),
+    "mask object": dict(Tq=40, mask=M.PrefixLM(5) | M.Segments(np.arange(40) // 7, np.arange(40) // 7)),
+    "bias": dict(Tq=20, bias=normal(2, 2, 20, 20)),
+    "bias by row": dict(Tq=20, bias=normal(20, 1)),
+    "bias by key and head": dict(Tq=20, bias=normal(2, 1, 20)),
+    "bias in float32": dict(Tq=20, bias=lambda rng, dtype: rng.standard_normal((1, 2, 20, 20)).astype(np.float32)),
+    "bias with -inf": dict(Tq=20, bias=half_hidden(2, 2, 20, 20)),
+    "bias all -inf": dict(Tq=20, bias=lambda rng, dtype: np.full((20, 20), -np.inf, dtype)),
+    "alibi": dict(Tq=20, Tk=31, alibi_slopes=np.array([0.5, 0.01])),
+    "alibi by batch": dict(Tq=20, alibi_slopes=np.array([[0.5, 0.01], [0.0, 1.0]]), causal=True),
+    "softcap": dict(Tq=20, size=10.0, softcap=5.0),
+    "scale 0": dict(Tq=20, scale=0.0),
+    "negative scale": dict(Tq=20, scale=-0.7),
+    "dropout": dict(Tq=20, dropout=0.3, seed=5),
+    "nearly all dropped": dict(Tq=20, dropout=0.99, seed=2**64 - 1),
+    "many tiles": dict(B=1, Tq=307, Tk=293, d=16, sram=16384),
+    "many tiles, causal": dict(B=1, Tq=293, Tk=307, d=16, sram=16384, causal=True),
+    "many tiles, window": dict(B=1, Tq=307, d=16, sram=16384, window=(40, 3)),
+    "many tiles, rising scores": dict(B=1, Tq=130, d=16, sram=16384, bias=lambda rng, dtype: np.linspace(
+        -40, 40, 130).astype(dtype)),
+    "many tiles, everything": dict(
+        B=2, Hq=4, Hkv=2, Tq=150, Tk=170, d=12, dv=20, sram=32768, causal=True, window=(90, None),
+        kv_lengths=[170, 99], q_lengths=[77, 150], bias=normal(2, 1, 150, 170), alibi_slopes=np.full(4, 0.02),
+        softcap=8.0, sinks=normal(4), dropout=0.2, mask=half_visible(4, 1, 170)),
+    "scores near 1e4": dict(Tq=40, d=16, size=3000.0, sram=16384),
+    "six axes": dict(lead=(2, 1, 2), Tq=11),
+    "no batch, six axes": dict(lead=(2, 0, 2), Tq=11),
+}  # fmt: skip
+# The table says "seed=5" for dropout; the arrays have a seed of their own.
+_DROPOUT_SEEDS = {name: entry.pop("seed") for name, entry in AWKWARD.items() if "seed" in entry}
+
+
+@cache
+def awkward(name, dtype):
+    """A call of the table and its reference, made once for all kernels."""
+    case = make(dtype=dtype, **AWKWARD[name])
+    if name in _DROPOUT_SEEDS:
+        case.options["seed"] = _DROPOUT_SEEDS[name]
+    return case, case.reference()
+
+
+def check_forward(case, reference, **options):
+    """Run a call and hold out and lse against the oracle: dtype, shape and every element."""
+    out, lse = case.forward(**options)
+    assert out.dtype == case.q.dtype and out.flags.writeable
+    assert lse.dtype == (np.float64 if case.q.dtype == np.float64 else np.float32)
+    assert_close("out", out, reference)
+    assert_close("lse", lse, reference)
+    return out, lse
+
+
+@kernels
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", AWKWARD)
+def test_awkward_calls(name, dtype, backend, algorithm):
+    case, reference = awkward(name, dtype)
+    check_forward(case, reference, backend=backend, algorithm=algorithm)
+
+
+@settings(max_examples=drawn(150))
+@given(problems())
+def test_drawn_problems(case):
+    reference = case.reference()
+    for backend, algorithm in KERNELS:
+        note(f"{backend} {algorithm}")
+        check_forward(case, reference, backend=backend, algorithm=algorithm)
+
+
+@kernels
+@pytest.mark.parametrize("view", ["transposed", "sliced", "broadcast", "strided_last", "reversed", "fortran"])
+def test_strided_inputs_give_the_bits_of_contiguous_ones(view, backend, algorithm):
+    case = make(B=2, Hq=4, Hkv=2, Tq=19, Tk=35, d=8, dv=6, causal=True)
+    views = {name: restride(getattr(case, name), view) for name in "qkv"}
+    plain = [np.ascontiguousarray(array) for array in views.values()]
+    options = dict(causal=True, return_lse=True, backend=backend, algorithm=algorithm)
+    for a, b in zip(rf.attention(*views.values(), **options), rf.attention(*plain, **options), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+@kernels
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
+def test_scores_of_thousands_do_not_overflow(dtype, backend, algorithm):
+    """One key per row towers over the others, so softmax is one-hot and the answer is known: its value."""
+    T, d = 40, 4
+    height = 3e4 if dtype == "float16" else 1e4
+    v = np.random.default_rng(0).standard_normal((T, d)).astype(dtype)
+    eye = np.zeros((T, T), dtype)
+    np.fill_diagonal(eye, 1)
+    # A row's only positive score is `height`; the others are 0, and -height below the diagonal.
+    k = (eye - np.tril(np.ones_like(eye), -1)).astype(dtype)
+    q = np.asarray(height * eye[::-1], dtype)
+    out, lse = rf.attention(q, k, v, scale=1.0, return_lse=True, backend=backend, algorithm=algorithm)
+    S = q.astype(np.float64) @ k.astype(np.float64).T
+    assert abs(S).max() == height
+    m = S.max(axis=1)
+    P = np.exp(S - m[:, None])
+    expected = (P / P.sum(axis=1, keepdims=True)) @ v.astype(np.float64)
+    np.testing.assert_allclose(lse, m + np.log(P.sum(axis=1)), rtol=1e-6)
+    eps = np.finfo(dtype).eps
+    np.testing.assert_allclose(out.astype(np.float64), expected, rtol=4 * eps, atol=4 * eps)
+
+
+@kernels
+def test_float64_is_within_1e_12(backend, algorithm):
+    """The promise for float64 with nothing of the package between: P and |P| |V| in three lines of NumPy."""
+    case = make(Tq=70, Tk=90, d=16, dv=5, dtype="float64", sram=16384)
+    out, lse = case.forward(backend=backend, algorithm=algorithm)
+    S = case.q @ case.k.swapaxes(-1, -2) / 4
+    total = np.log(np.exp(S).sum(axis=-1))
+    P = np.exp(S - total[..., None])
+    assert (abs(out - P @ case.v) <= 1e-12 * (P @ abs(case.v))).all()
+    np.testing.assert_allclose(lse, total, rtol=1e-12)
+
+
+@kernels
+def test_one_key_gives_its_value_exactly(backend, algorithm):
+    case = make(Tq=9, Tk=1, dv=3)
+    out, lse = case.forward(backend=backend, algorithm=algorithm)
+    np.testing.assert_array_equal(out, np.broadcast_to(case.v, out.shape))
+
+
+@kernels
+@pytest.mark.parametrize("sink", [None, 0.75])
+@pytest.mark.parametrize("hide", [
+    dict(causal=True, q_offset=-20),
+    dict(window=(0, 0), q_offset=400),
+    dict(mask=np.zeros((1, 1), bool)),
+    dict(bias=np.full((1, 1), -np.inf, np.float32)),
+    dict(kv_lengths=[0, 0]),
+    dict(q_lengths=[0, 0]),
+    dict(mask=M.Prefix(0)),
+])  # fmt: skip
+def test_rows_that_see_nothing_are_exactly_zero(hide, sink, backend, algorithm):
+    case = make(Tq=18, sinks=None if sink is None else np.full(2, sink, np.float32), **hide)
+    out, lse = case.forward(backend=backend, algorithm=algorithm)
+    np.testing.assert_array_equal(out, 0)
+    np.testing.assert_array_equal(lse, -np.inf if sink is None or "q_lengths" in hide else np.float32(sink))
+
+
+@kernels
+@pytest.mark.parametrize("layout", ["bhtd", "bthd"])
+def test_out_is_written_and_given_back(layout, backend, algorithm):
+    case = make(Tq=18, dv=5)
+    q, k, v = (a if layout == "bhtd" else np.ascontiguousarray(a.swapaxes(1, 2)) for a in (case.q, case.k, case.v))
+    options = dict(layout=layout, backend=backend, algorithm=algorithm)
+    expected = rf.attention(q, k, v, **options)
+    out = np.full_like(expected, np.nan)
+    assert rf.attention(q, k, v, out=out, **options) is out
+    np.testing.assert_array_equal(out, expected)
