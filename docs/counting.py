@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import numpy as np
 
 import rawflash as rf
-from rawflash.arrays import Result
 from rawflash.backends import lookup
+from rawflash.backends.numpy_tiled.counting import counted
 from rawflash.backends.numpy_tiled.memory import Memory
 from rawflash.problem import check
 from rawflash.tiling import Tiles, plan_tiles
@@ -40,15 +40,9 @@ def count(algorithm, direction, M, *, T=256, d=16, order=None, blocks=None, **op
         exact = rf.oracle.attention_backward(dO, Q, K, V, O, lse, **options)
 
     problem, x = check(Q, K, V, **given, direction=direction, **options)
-    kernel, chip = lookup(problem, direction)
-    tiles = plan_tiles(problem, chip, direction, order=order, blocks=blocks)
-    memory, result = Memory.of(problem, tiles), Result(problem, x)
-    if direction == "forward":
-        kernel(problem, tiles, x, result.canonical("out"), result.canonical("lse"), memory=memory)
-        found = [result.give("out"), result.give("lse")]
-    else:
-        kernel(problem, tiles, x, {name: result.canonical(name) for name in "qkv"}, memory=memory)
-        found = [result.give(name) for name in "qkv"]
+    tiles = plan_tiles(problem, lookup(problem, direction)[1], direction, order=order, blocks=blocks)
+    tiles, memory, results = counted(problem, x, direction, tiles=tiles)
+    found = results.values()
 
     error = max(float(abs(one - other).max()) for one, other in zip(found, exact, strict=True))
     predicted = traffic(problem, tiles, direction, visibility=x.visibility)

@@ -16,7 +16,7 @@ from rawflash.api import (
     merge_attention,
 )
 from rawflash.errors import BackendError, ProblemError, RawflashError, TileError
-from rawflash.explain import explain
+from rawflash.plan import explain
 from rawflash.problem import Options
 
 __all__ = [

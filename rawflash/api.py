@@ -13,8 +13,7 @@ import numpy as np
 
 from rawflash import arrays, philox
 from rawflash.backends import lookup
-from rawflash.errors import ProblemError
-from rawflash.problem import FORWARD_ONLY, Operands, Options, Problem, check
+from rawflash.problem import FORWARD_ONLY, Operands, Options, Problem, check, check_dropout, check_parts, known
 from rawflash.tiling import plan_tiles
 
 
@@ -66,7 +65,7 @@ def attention(q: Any, k: Any, v: Any, **options: Unpack[Options]) -> Any:
     >>> rf.attention(q, k, v, causal=True)[0]
     array([1., 0., 0., 0.], dtype=float32)
     """
-    problem, x = check(q, k, v, direction="forward", **options)
+    problem, x = check(q, k, v, **known(options))
     return _forward(problem, x)
 
 
@@ -111,7 +110,9 @@ def attention_backward(
     >>> np.allclose(dv.sum(), 16)  # every row of P sums to one
     True
     """
-    problem, x = check(q, k, v, dout=dout, o=o, lse=lse, dlse=dlse, wrt=wrt, direction="backward", **options)
+    problem, x = check(
+        q, k, v, dout=dout, o=o, lse=lse, dlse=dlse, wrt=wrt, direction="backward", **known(options)
+    )
     return _backward(problem, x)
 
 
@@ -144,7 +145,7 @@ def attention_vjp(
     >>> dv.shape
     (4, 4)
     """
-    problem, x = check(q, k, v, wrt=wrt, direction="forward", **options)
+    problem, x = check(q, k, v, wrt=wrt, **known(options))
     with_lse, x.return_lse = x.return_lse, True
     out, lse = _forward(problem, x)
     kept = {name: value for name, value in options.items() if name not in FORWARD_ONLY}
@@ -188,7 +189,7 @@ def attention_varlen(
     (1, 5, 2)
     """
     problem, x = check(
-        q, k, v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, direction="forward", **options
+        q, k, v, varlen=True, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, **known(options)
     )
     return _forward(problem, x)
 
@@ -205,8 +206,8 @@ def attention_varlen_backward(
         One gradient per name in ``wrt``; rows outside every sequence are 0.
     """
     problem, x = check(
-        q, k, v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k,
-        dout=dout, o=o, lse=lse, dlse=dlse, wrt=wrt, direction="backward", **options,
+        q, k, v, varlen=True, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k,
+        dout=dout, o=o, lse=lse, dlse=dlse, wrt=wrt, direction="backward", **known(options),
     )  # fmt: skip
     return _backward(problem, x)
 
@@ -236,12 +237,7 @@ def dropout_mask(p: float, seed: int, shape: tuple[int, int, int, int], like: An
     >>> rf.dropout_mask(0.5, 0, (1, 1, 1, 4))
     array([[[[False,  True,  True,  True]]]])
     """
-    one = np.zeros((1, 1), np.float32)
-    check(one, one, one, dropout=p, seed=seed)
-    sizes = tuple(shape)
-    if len(sizes) != 4 or any(not isinstance(n, (int, np.integer)) or n < 0 for n in sizes):
-        raise ProblemError(f"shape is {shape!r}; expected four ints (B, Hq, Tq, Tk)")
-    mask = philox.dropout_mask(p, seed, sizes)
+    mask = philox.dropout_mask(*check_dropout(p, seed, shape, like))
     return mask if like is None else arrays.from_numpy(mask, arrays.kind_of(like))
 
 
@@ -276,18 +272,8 @@ def merge_attention(outs: Sequence[Any], lses: Sequence[Any]) -> tuple[Any, Any]
     >>> np.allclose(out, rf.attention(q, k, v))
     True
     """
-    if len(outs) == 0 or len(outs) != len(lses):
-        raise ProblemError(f"outs has {len(outs)} entries and lses {len(lses)}; expected as many, at least one")
+    parts, logs = check_parts(outs, lses)
     kind = arrays.kind_of(outs[0])
-    parts = [arrays.as_numpy("outs", part) for part in outs]
-    logs = [arrays.as_numpy("lses", part) for part in lses]
-    for part, log in zip(parts, logs, strict=True):
-        if part.shape != parts[0].shape or part.dtype != parts[0].dtype:
-            raise ProblemError(
-                f"outs has an entry {part.dtype} {part.shape}; expected {parts[0].dtype} {parts[0].shape}"
-            )
-        if log.shape != part.shape[:-1]:
-            raise ProblemError(f"lses has shape {log.shape}; expected {part.shape[:-1]} to match outs")
     compute = np.float64 if parts[0].dtype == np.float64 else np.float32
     m = np.max(np.stack(logs), axis=0)  # NaN stays NaN
     m = np.where(np.isneginf(m), 0.0, m).astype(compute)

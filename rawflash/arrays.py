@@ -23,7 +23,8 @@ GPU_KINDS = ("cupy", "numba")
 
 def kind_of(array: Any) -> str:
     """Name of the library that made ``array``: its results go back to that library."""
-    return _KINDS.get(type(array).__module__.partition(".")[0], "numpy")
+    roots = (cls.__module__.partition(".")[0] for cls in type(array).__mro__)
+    return next((_KINDS[root] for root in roots if root in _KINDS), "numpy")
 
 
 def on_gpu(array: Any) -> bool:
@@ -54,17 +55,21 @@ def as_numpy(name: str, array: Any) -> np.ndarray:
     ProblemError
         ``array`` is no array at all, or records gradients.
     """
+    if isinstance(array, np.ma.MaskedArray):
+        raise ProblemError(f"{name} is a masked array; expected a plain array, with its mask as mask=")
     if isinstance(array, np.ndarray):
-        return array
+        return np.asarray(array)
     kind = kind_of(array)
     if kind == "torch":
         if array.requires_grad:
             raise ProblemError(
                 f"{name} requires grad; rawflash does not record PyTorch's autograd, so pass {name}.detach()"
             )
-        if str(array.dtype) == "torch.bfloat16":
-            import torch
+        import torch
 
+        if array.device.type != "cpu" or array.layout != torch.strided:
+            raise ProblemError(f"{name} is a {array.layout} tensor on {array.device}; expected a dense one on the CPU")
+        if array.dtype == torch.bfloat16:
             return array.view(torch.int16).numpy().view(bfloat16())
         return array.numpy()
     if kind == "jax":

@@ -36,10 +36,9 @@ import numpy as np
 
 from rawflash import accuracy, api, arrays, hardware
 from rawflash._version import __version__
-from rawflash.backends import BACKENDS, lookup
+from rawflash.backends import BACKENDS, lookup, why_not
 from rawflash.errors import BackendError, RawflashError, TileError
-from rawflash.explain import DIRECTIONS, WIDTH, plan, size_text
-from rawflash.explain import _cannot as why_not
+from rawflash.plan import DIRECTIONS, WIDTH, plan, size_text
 from rawflash.problem import ALGORITHMS, DTYPES, LAYOUTS, Operands, Problem, check
 from rawflash.tiling import Tiles, plan_tiles
 from rawflash.traffic import Traffic, traffic
@@ -488,7 +487,7 @@ def _wrap(first: str, text: str) -> None:
 DEMO_SRAM = 64 * hardware.KIB  # M of numpy_tiled in the demo: small, so that a short text has many tiles
 TILED_TOKENS = 512  # numpy_tiled runs at the speed of Python, so it gets no more of the text
 EMBEDDING = 64  # width of a byte's embedding
-TIMED_RUNS, TIMED_SECONDS = 5, 1.0  # best of as many runs as fit
+TIMED_RUNS, TIMED_SECONDS = 5, 0.5  # best of as many runs as fit
 WARM_TOKENS = 32  # one small call compiles every kernel of an algorithm
 RESULTS = {"forward": ("out", "lse"), "backward": ("dq", "dk", "dv")}
 
@@ -700,21 +699,11 @@ def _measured(
 
 def _count(direction: str, case: _Case, out: np.ndarray, lse: np.ndarray, options: dict[str, Any]) -> Traffic:
     """Loads and stores of one numpy_tiled kernel, as its memory counts them."""
-    from rawflash.backends.numpy_tiled.memory import Memory
+    from rawflash.backends.numpy_tiled.counting import counted
 
-    q, k, v = case.q, case.k, case.v
-    if direction == "forward":
-        problem, x = check(q, k, v, return_lse=True, **options)
-    else:
-        problem, x = check(q, k, v, dout=case.dout, o=out, lse=lse, direction="backward", **options)
-    kernel, chip = lookup(problem, direction)
-    tiles, result = plan_tiles(problem, chip, direction), arrays.Result(problem, x)
-    memory = Memory.of(problem, tiles)
-    if direction == "forward":
-        kernel(problem, tiles, x, result.canonical("out"), result.canonical("lse"), memory=memory)
-    else:
-        kernel(problem, tiles, x, {name: result.canonical(name) for name in x.wrt}, memory=memory)
-    return memory.traffic()
+    given: dict[str, Any] = {} if direction == "forward" else {"dout": case.dout, "o": out, "lse": lse}
+    problem, x = check(case.q, case.k, case.v, direction=direction, **given, **options)
+    return counted(problem, x, direction).memory.traffic()
 
 
 def _time_kernel(lines: list[_Line], case: _Case) -> None:

@@ -103,6 +103,16 @@ class Band(Mask):
     lower: int | None
     upper: int | None
 
+    def __post_init__(self) -> None:
+        for name in ("lower", "upper"):
+            bound = getattr(self, name)
+            if bound is None:
+                continue
+            if isinstance(bound, bool) or not isinstance(bound, (int, np.integer)):
+                raise ProblemError(f"mask Band has {name} = {bound!r}; expected an int or None")
+            # Farther than any position is the same as unbounded, and stays within 64 bits.
+            object.__setattr__(self, name, max(-UNBOUNDED, min(int(bound), UNBOUNDED)))
+
     def bounds(self) -> tuple[int, int]:
         """Both bounds as integers."""
         return (

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import difflib
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypedDict
 
@@ -25,7 +26,9 @@ DTYPES = ("float16", "bfloat16", "float32", "float64")
 ALGORITHMS = ("standard", "rowwise", "fa1", "fa2")
 BACKENDS = ("cupy_raw", "numba_cuda", "numba_cpu", "numpy_tiled")
 LAYOUTS = ("bhtd", "bthd")
+DIRECTIONS = ("forward", "backward")
 GRADIENTS = ("q", "k", "v", "bias", "sinks")
+FARTHEST = 2**61  # of a q_offset: positions and bands then stay within 64 bits
 
 
 class Options(TypedDict, total=False):
@@ -216,9 +219,24 @@ def _integer(name: str, value: Any, low: int, high: int | None, rule: str) -> in
 def _real(name: str, value: Any, rule: str) -> float:
     if isinstance(value, (bool, np.bool_)) or not isinstance(value, (int, float, np.integer, np.floating)):
         raise _fail(name, value, rule)
-    if not math.isfinite(value):
+    try:
+        number = float(value)
+    except OverflowError:
+        number = math.inf
+    if not math.isfinite(number):
         raise _fail(name, value, rule)
-    return float(value)
+    return number
+
+
+def _probability(name: str, value: Any) -> float:
+    p = _real(name, value, "a number p with 0 <= p < 1")
+    if not 0 <= p < 1:
+        raise _fail(name, value, "a number p with 0 <= p < 1")
+    return p
+
+
+def _seed(value: Any) -> int:
+    return _integer("seed", value, 0, 2**64, "an int with 0 <= seed < 2**64")
 
 
 def _flag(name: str, value: Any) -> bool:
@@ -228,20 +246,34 @@ def _flag(name: str, value: Any) -> bool:
 
 
 def _choice(name: str, value: Any, choices: tuple[str, ...]) -> str:
-    if value not in choices:
+    if not isinstance(value, str) or value not in choices:
         raise _fail(name, value, "one of " + ", ".join(repr(c) for c in choices))
     return value
 
 
+def _host_array(name: str, value: Any, rule: str) -> np.ndarray:
+    """A small array that may also be passed as a list."""
+    if value is None:
+        raise _fail(name, value, rule)
+    if not isinstance(value, (list, tuple)):
+        return arrays.as_numpy(name, value)
+    try:
+        return np.asarray(value)
+    except ValueError:
+        raise _fail(name, value, rule) from None
+
+
 def _per_batch(name: str, value: Any, batch: int) -> np.ndarray:
     """An int array (B,) from a host array or a list."""
-    array = np.asarray(value) if isinstance(value, (list, tuple)) else arrays.as_numpy(name, value)
+    array = _host_array(name, value, f"integers of shape (B,) = ({batch},)")
     if array.size == 0:  # an empty list is float64 to NumPy
         array = array.astype(np.int64)
     if array.dtype.kind not in "iu":
         raise ProblemError(f"{name} has dtype {array.dtype}; expected integers")
     if array.shape != (batch,):
         raise ProblemError(f"{name} has shape {array.shape}; expected (B,) = ({batch},)")
+    if any(abs(int(extreme)) > FARTHEST for extreme in (array.min(initial=0), array.max(initial=0))):
+        raise ProblemError(f"{name} is {array.tolist()}; expected entries between -2**61 and 2**61")
     return np.ascontiguousarray(array, dtype=np.int64)
 
 
@@ -255,7 +287,7 @@ def _lengths(name: str, value: Any, batch: int, longest: int) -> np.ndarray:
 
 
 def _cu_seqlens(name: str, value: Any, total: int, of: str) -> np.ndarray:
-    array = np.asarray(value) if isinstance(value, (list, tuple)) else arrays.as_numpy(name, value)
+    array = _host_array(name, value, "integers of shape (B + 1,)")
     if array.dtype.kind not in "iu":
         raise ProblemError(f"{name} has dtype {array.dtype}; expected integers")
     if array.ndim != 1 or len(array) < 1:
@@ -294,16 +326,23 @@ class _Canonical:
 
     def take(self, name: str, array: np.ndarray) -> np.ndarray:
         """View ``(S, H, T, width)``; one copy if the last axis is not contiguous."""
-        itemsize = array.dtype.itemsize
-        strided = array.shape[-1] > 1 and array.strides[-1] != itemsize
-        ragged_strides = any(s % itemsize for s in array.strides)
-        if strided or ragged_strides or not array.flags.aligned or not array.dtype.isnative:
-            array = np.ascontiguousarray(array, dtype=array.dtype.newbyteorder("="))
+        if not _is_plain(array) or (array.shape[-1] > 1 and array.strides[-1] != array.itemsize):
+            array = _copy(array)
             self.copied.append(name)
         view = arrays.heads_first(array, self.layout)
         if view.size and not np.may_share_memory(view, array):
             self.copied.append(name)
         return view
+
+
+def _is_plain(array: np.ndarray) -> bool:
+    """Can a kernel read the elements where they are: native byte order, aligned, whole strides?"""
+    return array.dtype.isnative and array.flags.aligned and not any(s % array.itemsize for s in array.strides)
+
+
+def _copy(array: np.ndarray) -> np.ndarray:
+    """A contiguous copy in native byte order."""
+    return np.array(array, dtype=array.dtype.newbyteorder("="), order="C", copy=True)
 
 
 def _numpy_float(name: str, value: Any) -> np.ndarray:
@@ -322,11 +361,30 @@ def _check_same_device(named: dict[str, Any], gpu: bool) -> None:
             raise ProblemError(f"{name} is a {there} array and q a {here} array; expected all arrays on one device")
 
 
+def known(options: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The options themselves, once every name is known to be one."""
+    names = Options.__annotations__
+    for name in options:
+        if name not in names:
+            close = difflib.get_close_matches(name, names, n=1)
+            hint = f"did you mean {close[0]!r}?" if close else f"expected one of {', '.join(names)}"
+            raise ProblemError(f"unknown option {name!r}; {hint}")
+    return options
+
+
+def check_forward_only(options: Mapping[str, Any]) -> None:
+    """Refuse the options that only the forward functions have."""
+    for name in FORWARD_ONLY:
+        if name in options:
+            raise ProblemError(f"{name} is not an option of the backward functions; expected it in the forward call")
+
+
 def check(
     q: Any,
     k: Any,
     v: Any,
     *,
+    varlen: bool | None = None,
     cu_seqlens_q: Any = None,
     cu_seqlens_k: Any = None,
     dout: Any = None,
@@ -343,6 +401,8 @@ def check(
     ----------
     q, k, v : array
         As the public functions take them.
+    varlen : bool, optional
+        Whether it is a varlen call; None: whether it has ``cu_seqlens``.
     cu_seqlens_q, cu_seqlens_k : int array (B + 1,), optional
         Given for varlen calls, both or neither.
     dout, o, lse, dlse : array, optional
@@ -364,17 +424,14 @@ def check(
     ProblemError
         Naming the argument, its value and the rule.
     """
-    known = Options.__annotations__
-    for name in options:
-        if name not in known:
-            close = difflib.get_close_matches(name, known, n=1)
-            hint = f"; did you mean {close[0]!r}?" if close else f"; expected one of {', '.join(known)}"
-            raise ProblemError(f"unknown option {name!r}{hint}")
-    varlen = cu_seqlens_q is not None or cu_seqlens_k is not None
+    known(options)
+    _choice("direction", direction, DIRECTIONS)
     backward = direction == "backward"
+    if varlen is None:
+        varlen = cu_seqlens_q is not None or cu_seqlens_k is not None
+    if backward:
+        check_forward_only(options)
     for name in options:
-        if backward and name in FORWARD_ONLY:
-            raise ProblemError(f"{name} is not an option of the backward functions; expected it in the forward call")
         if varlen and name in _NOT_VARLEN and options[name] is not None:
             raise ProblemError(f"{name} is not accepted with cu_seqlens; expected None")
 
@@ -396,10 +453,8 @@ def check(
         softcap = _real("softcap", softcap, "a finite number > 0, or None")
         if softcap <= 0:
             raise _fail("softcap", softcap, "a finite number > 0, or None")
-    dropout = _real("dropout", option("dropout", 0.0), "a number p with 0 <= p < 1")
-    if not 0 <= dropout < 1:
-        raise _fail("dropout", dropout, "a number p with 0 <= p < 1")
-    seed = _integer("seed", option("seed", 0), 0, 2**64, "an int with 0 <= seed < 2**64")
+    dropout = _probability("dropout", option("dropout", 0.0))
+    seed = _seed(option("seed", 0))
     scale = option("scale")
     if scale is not None:
         scale = _real("scale", scale, "a finite number, or None for 1 / sqrt(d)")
@@ -414,9 +469,9 @@ def check(
     named |= {"q_offset": option("q_offset"), "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
     _check_same_device(named, gpu)
     if gpu:
-        raise _gpu_not_here(backend)
+        raise _wrong_device(backend or "cupy_raw", "q", "GPU")
     if backend in ("cupy_raw", "numba_cuda"):
-        raise _host_array_for_gpu_backend(backend)
+        raise _wrong_device(backend, "q", "CPU")
     if backend is None:
         backend = "numba_cpu" if algorithm in ("fa1", "fa2") else "numpy_tiled"
     q_user, k_user, v_user = (_numpy_float(n, a) for n, a in (("q", q), ("k", k), ("v", v)))
@@ -452,8 +507,8 @@ def check(
 
     # Lengths and offsets.
     if varlen:
-        cu_q = _cu_seqlens("cu_seqlens_q", [] if cu_seqlens_q is None else cu_seqlens_q, rows_q, "q")
-        cu_k = _cu_seqlens("cu_seqlens_k", [] if cu_seqlens_k is None else cu_seqlens_k, rows_k, "k")
+        cu_q = _cu_seqlens("cu_seqlens_q", cu_seqlens_q, rows_q, "q")
+        cu_k = _cu_seqlens("cu_seqlens_k", cu_seqlens_k, rows_k, "k")
         if len(cu_q) != len(cu_k):
             raise ProblemError(
                 f"cu_seqlens_k has shape {cu_k.shape}; expected {cu_q.shape} to match cu_seqlens_q"
@@ -526,7 +581,7 @@ def _q_offset(value: Any, batch: int, q_lengths: np.ndarray, kv_lengths: np.ndar
     if value is None:
         return kv_lengths - q_lengths
     if isinstance(value, (int, np.integer)):
-        offset = _integer("q_offset", value, -masks.UNBOUNDED // 2, masks.UNBOUNDED // 2, "an int or an int array (B,)")
+        offset = _integer("q_offset", value, -FARTHEST, FARTHEST + 1, "an int between -2**61 and 2**61")
         return np.full(batch, offset, np.int64)
     if isinstance(value, float):
         raise _fail("q_offset", value, "an int or an int array (B,)")
@@ -559,13 +614,14 @@ def _bias(
     )
     if not fits:
         raise ProblemError(f"bias has shape {array.shape}; expected broadcastable to (B, Hq, Tq, Tk) = {shape}")
-    return array.reshape((1,) * (4 - array.ndim) + array.shape), array.shape
+    plain = array if _is_plain(array) else _copy(array)
+    return plain.reshape((1,) * (4 - array.ndim) + array.shape), array.shape
 
 
 def _alibi(value: Any, batch: int, heads: int) -> np.ndarray | None:
     if value is None:
         return None
-    array = np.asarray(value) if isinstance(value, (list, tuple)) else arrays.as_numpy("alibi_slopes", value)
+    array = _host_array("alibi_slopes", value, f"floats of shape ({heads},) or ({batch}, {heads})")
     if array.dtype.kind != "f" and array.dtype.name != "bfloat16":
         raise ProblemError(f"alibi_slopes has dtype {array.dtype}; expected floats")
     if array.shape not in ((heads,), (batch, heads)):
@@ -590,7 +646,7 @@ def _wrt(value: Any, has_bias: bool, has_sinks: bool) -> tuple[str, ...]:
     if isinstance(value, str) or not isinstance(value, (tuple, list)):
         raise _fail("wrt", value, rule)
     for name in value:
-        if name not in GRADIENTS:
+        if not isinstance(name, str) or name not in GRADIENTS:
             raise _fail("wrt", value, rule)
         if (name == "bias" and not has_bias) or (name == "sinks" and not has_sinks):
             raise ProblemError(f"wrt is {tuple(value)!r}; expected {name}= to be passed when its gradient is asked for")
@@ -632,16 +688,44 @@ def _gradients(
         if array.dtype.name != statistic:
             raise ProblemError(f"{name} has dtype {array.dtype}; expected {statistic} for {dtype} arrays")
         _expect(name, array.shape, operands.user_shapes["lse"], "as lse")
-        setattr(operands, name, array.reshape(operands.q.shape[:3]))
+        plain = array if _is_plain(array) else _copy(array)
+        setattr(operands, name, plain.reshape(operands.q.shape[:3]))
 
 
-def _gpu_not_here(backend: str | None) -> Exception:
+def _wrong_device(backend: str, name: str, device: str) -> Exception:
     from rawflash.backends import unavailable
 
-    return unavailable(backend or "cupy_raw", "q is a GPU array")
+    return unavailable(backend, f"{name} is a {device} array")
 
 
-def _host_array_for_gpu_backend(backend: str) -> Exception:
-    from rawflash.backends import unavailable
+def check_parts(outs: Any, lses: Any) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """Check the arguments of ``merge_attention``: outs (..., H, T, d) and lses (..., H, T)."""
+    for name, value in (("outs", outs), ("lses", lses)):
+        if not isinstance(value, (list, tuple)):
+            raise ProblemError(f"{name} is a {type(value).__name__}; expected a list or tuple of arrays")
+        for part in value:
+            if arrays.on_gpu(part):
+                raise _wrong_device("cupy_raw", name, "GPU")
+    if len(outs) == 0 or len(outs) != len(lses):
+        raise ProblemError(f"outs has {len(outs)} entries and lses {len(lses)}; expected as many, at least one")
+    parts = [_numpy_float("outs", part) for part in outs]
+    logs = [_numpy_float("lses", part) for part in lses]
+    for part, log in zip(parts, logs, strict=True):
+        if part.shape != parts[0].shape or part.dtype != parts[0].dtype:
+            raise ProblemError(
+                f"outs has an entry {part.dtype} {part.shape}; expected {parts[0].dtype} {parts[0].shape}"
+            )
+        if log.shape != part.shape[:-1]:
+            raise ProblemError(f"lses has an entry of shape {log.shape}; expected {part.shape[:-1]} to match outs")
+    return parts, logs
 
-    return unavailable(backend, "q is a CPU array")
+
+def check_dropout(p: Any, seed: Any, shape: Any, like: Any) -> tuple[float, int, tuple[int, int, int, int]]:
+    """Check the arguments of ``dropout_mask``."""
+    rule = "four ints (B, Hq, Tq, Tk), each >= 0"
+    if not isinstance(shape, (tuple, list)) or len(shape) != 4:
+        raise _fail("shape", shape, rule)
+    sizes = tuple(_integer("shape", n, 0, None, rule) for n in shape)
+    if like is not None and arrays.on_gpu(like):
+        raise _wrong_device("cupy_raw", "like", "GPU")
+    return _probability("p", p), _seed(seed), (sizes[0], sizes[1], sizes[2], sizes[3])

@@ -59,10 +59,12 @@ class Tile:
 
     @property
     def elements(self) -> int:
+        """``rows * cols``."""
         return self.rows * self.cols
 
     @property
     def bytes(self) -> int:
+        """Bytes that the tile occupies."""
         return self.elements * self.itemsize
 
 

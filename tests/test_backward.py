@@ -33,7 +33,7 @@ def test_awkward_calls(name, dtype, backend, algorithm):
     check_backward(case, reference, backend=backend, algorithm=algorithm)
 
 
-@settings(max_examples=drawn(350))
+@settings(max_examples=drawn(250))
 @given(problems())
 def test_drawn_problems(case):
     reference = case.reference()
@@ -42,7 +42,7 @@ def test_drawn_problems(case):
         check_backward(case, reference, backend=backend, algorithm=algorithm)
 
 
-@settings(max_examples=drawn(50))
+@settings(max_examples=drawn(100))
 @given(problems(exclude=("bias", "sinks", "dlse")))
 def test_drawn_problems_with_every_gradient(case):
     """`problems` draws a bias, sinks and dlse now and then; here is every one of them in every call."""

@@ -168,7 +168,8 @@ def test_demo_with_compiled_kernels(tmp_path):
     done = subprocess.run([*command, "--backends", "numba_cpu"], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     rows = [line.split() for line in done.stdout.splitlines() if line.startswith("numba_cpu ")]
-    assert [(row[1], row[3]) for row in rows] == [(a, way) for a in ("fa1", "fa2") for way in ("fwd", "bwd")] * 2
+    kernels = [(algorithm, way) for algorithm in ("fa1", "fa2") for way in ("fwd", "bwd")]
+    assert [(row[1], row[3]) for row in rows] == kernels * 2  # one line in each table
     assert "compiling, first time only" in done.stderr
     assert "\x1b" not in done.stdout + done.stderr
 

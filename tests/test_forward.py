@@ -160,14 +160,14 @@ def check_forward(case, reference, **options):
 
 
 @kernels
-@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", AWKWARD)
-def test_awkward_calls(name, dtype, backend, algorithm):
-    case, reference = awkward(name, dtype)
+def test_awkward_calls(name, backend, algorithm):
+    """In float32; test_backward runs the same calls, forward too, in every dtype."""
+    case, reference = awkward(name, "float32")
     check_forward(case, reference, backend=backend, algorithm=algorithm)
 
 
-@settings(max_examples=drawn(150))
+@settings(max_examples=drawn(60))
 @given(problems())
 def test_drawn_problems(case):
     reference = case.reference()

@@ -13,6 +13,7 @@ The module of a backend is imported when it is first asked for, not before.
 from __future__ import annotations
 
 import importlib
+import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -33,6 +34,8 @@ class Backend:
         What it has.
     runs_on : str
         The arrays it takes, in words.
+    needs : str
+        The library that it imports.
     instead : str
         What to do when it is not there.
     """
@@ -40,24 +43,34 @@ class Backend:
     module: str | None
     algorithms: tuple[str, ...]
     runs_on: str
+    needs: str
     instead: str
 
 
+ON_CPU = "use 'numba_cpu' or 'numpy_tiled' on CPU arrays"
+
 BACKENDS = {
-    "numba_cpu": Backend("rawflash.backends.numba_cpu", ("fa1", "fa2"), "CPU arrays", "pip install numba"),
+    "numba_cpu": Backend("rawflash.backends.numba_cpu", ("fa1", "fa2"), "CPU arrays", "numba", "pip install numba"),
     "numpy_tiled": Backend(
-        "rawflash.backends.numpy_tiled", ("standard", "rowwise", "fa1", "fa2"), "CPU arrays", "pip install numpy"
+        "rawflash.backends.numpy_tiled",
+        ("standard", "rowwise", "fa1", "fa2"),
+        "CPU arrays",
+        "numpy",
+        "pip install numpy",
     ),
-    "cupy_raw": Backend(None, ("fa1", "fa2"), "NVIDIA GPU arrays", "use 'numba_cpu' or 'numpy_tiled' on CPU arrays"),
-    "numba_cuda": Backend(None, ("fa1", "fa2"), "NVIDIA GPU arrays", "use 'numba_cpu' or 'numpy_tiled' on CPU arrays"),
+    "cupy_raw": Backend(None, ("fa1", "fa2"), "NVIDIA GPU arrays", "cupy", ON_CPU),
+    "numba_cuda": Backend(None, ("fa1", "fa2"), "NVIDIA GPU arrays", "numba_cuda", ON_CPU),
 }
 
 
 def unavailable(name: str, why: str) -> BackendError:
     """The error for a backend that cannot take a call."""
     row = BACKENDS[name]
-    missing = " and is not in this version of rawflash" if row.module is None else ""
-    return BackendError(f"backend {name!r} takes {row.runs_on}{missing}: {why}; {row.instead}")
+    if row.module is None:
+        return BackendError(
+            f"backend {name!r} takes {row.runs_on} and is not in this version of rawflash: {why}; {row.instead}"
+        )
+    return BackendError(f"backend {name!r} takes {row.runs_on}: {why}; pass {row.runs_on}, or another backend=")
 
 
 def lookup(problem: Problem, direction: str) -> tuple[Callable[..., None], Chip]:
@@ -89,13 +102,20 @@ def lookup(problem: Problem, direction: str) -> tuple[Callable[..., None], Chip]
     return getattr(module, name), chip_of(problem.backend)
 
 
-def why_not(name: str) -> str | None:
-    """Why a backend cannot run here, or None when it can."""
+def why_not(name: str, algorithm: str = "fa2") -> str | None:
+    """Why a backend cannot run an algorithm here, or None when it can; loads nothing.
+
+    Parameters
+    ----------
+    name : str
+        A key of :data:`BACKENDS`.
+    algorithm : str
+    """
     row = BACKENDS[name]
     if row.module is None:
         return str(unavailable(name, "it has no kernels yet"))
-    try:
-        importlib.import_module(row.module)
-    except ImportError as error:
-        return f"{error}; {row.instead}"
+    if algorithm not in row.algorithms:
+        return f"it has no algorithm {algorithm!r}, only {', '.join(row.algorithms)}"
+    if importlib.util.find_spec(row.needs) is None:
+        return f"{row.needs} is not installed; {row.instead}"
     return None

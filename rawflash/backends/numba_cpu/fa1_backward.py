@@ -12,10 +12,10 @@ Read per step: Q_i, O_i, dO_i, dQ_i, m_i; written per step: dQ_i. Written once p
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 
 from rawflash.backends.numba_cpu.launch import (
     bias_gradient_target,
+    compiled,
     contiguous_statistic,
     describe,
     run,
@@ -40,7 +40,7 @@ from rawflash.tiling import Tiles
 
 
 def _make_kernel(stamp: str):
-    @njit(nogil=True, error_model="numpy", cache=True)
+    @compiled
     def kernel(counter, worker, call, heads_per_piece, dout, o, lse, dlse, dq, dk, dv, dbias, dbias_strides):
         stamp  # noqa: B018  (part of the cache key, see launch.source_stamp)
         size = call.size

@@ -10,9 +10,8 @@ Read per step: Q_i, O_i, m_i, l_i; written per step: O_i, m_i, l_i. K_j and V_j 
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 
-from rawflash.backends.numba_cpu.launch import describe, run, source_stamp, view
+from rawflash.backends.numba_cpu.launch import compiled, describe, run, source_stamp, view
 from rawflash.backends.numba_cpu.microkernel import MR, claim, gemm
 from rawflash.backends.numba_cpu.numerics import store_tile
 from rawflash.backends.numba_cpu.tile import (
@@ -32,7 +31,7 @@ from rawflash.tiling import Tiles
 
 
 def _make_kernel(stamp: str):
-    @njit(nogil=True, error_model="numpy", cache=True)
+    @compiled
     def kernel(counter, worker, call, out, lse):
         stamp  # noqa: B018  (part of the cache key, see launch.source_stamp)
         size = call.size

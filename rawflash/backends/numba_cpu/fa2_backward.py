@@ -12,10 +12,10 @@ Read per step: Q_i, dO_i, lse_i, delta_i, dQ_i; written per step: dQ_i. Written 
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 
 from rawflash.backends.numba_cpu.launch import (
     bias_gradient_target,
+    compiled,
     contiguous_statistic,
     describe,
     run,
@@ -41,7 +41,7 @@ from rawflash.tiling import Tiles
 
 
 def _make_kernels(stamp: str):
-    @njit(nogil=True, error_model="numpy", cache=True)
+    @compiled
     def gamma_kernel(counter, worker, call, dout, o, dlse, delta):
         stamp  # noqa: B018  (part of the cache key, see launch.source_stamp)
         size = call.size
@@ -61,7 +61,7 @@ def _make_kernels(stamp: str):
                     call, dO, o, dlse[slot, h, at : at + n_i], delta[slot, h, at : at + n_i], b, h, i0, n_i, size.dv, O
                 )
 
-    @njit(nogil=True, error_model="numpy", cache=True)
+    @compiled
     def kernel(
         counter, worker, call, shares, heads_per_piece, dout, lse, delta, dq_sums, dk, dv, dbias, dbias_strides
     ):
@@ -114,7 +114,7 @@ def _make_kernels(stamp: str):
                     # Store dK_j, dV_j
                     store_keys(call, w, dk, dv, b, hkv, j0, n_j)
 
-    @njit(nogil=True, error_model="numpy", cache=True)
+    @compiled
     def reduce_kernel(counter, worker, call, shares, dq_sums, dq):
         stamp  # noqa: B018
         size = call.size

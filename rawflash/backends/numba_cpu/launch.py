@@ -201,6 +201,15 @@ def run(kernel: Callable[..., None], pieces: int, *arguments: Any) -> None:
                 other.result()
 
 
+def compiled(function: Callable[..., None]) -> Callable[..., None]:
+    """Compile a kernel on its first call; keep the machine code on disk where a folder can be written."""
+    options = {"nogil": True, "error_model": "numpy"}
+    try:
+        return numba.njit(**options, cache=True)(function)
+    except RuntimeError:  # no folder for the cache: compile in every process
+        return numba.njit(**options)(function)
+
+
 def source_stamp() -> str:
     """A digest of this folder's sources and the register tile.
 

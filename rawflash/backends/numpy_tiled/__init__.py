@@ -15,5 +15,6 @@ and sum of a row, ``lse = m + log l``, ``dO dP dS dQ dK dV`` gradients, ``gamma`
 is the same matrix in slow memory.
 
 Every kernel takes ``memory=``: pass a :class:`~rawflash.backends.numpy_tiled.memory.Memory` to read
-its counts afterwards; :mod:`rawflash.traffic` predicts them.
+its counts afterwards, as :func:`~rawflash.backends.numpy_tiled.counting.counted` does;
+:mod:`rawflash.traffic` predicts them.
 """

@@ -6,7 +6,6 @@ table in :mod:`rawflash.hardware`, present or not. :func:`explain` is the same f
 
 from __future__ import annotations
 
-import importlib.util
 import textwrap
 from dataclasses import dataclass
 from typing import Any, Unpack
@@ -18,11 +17,10 @@ from rawflash.backends import BACKENDS, why_not
 from rawflash.errors import ProblemError
 from rawflash.hardware import Chip, chip_of
 from rawflash.masks import Visibility
-from rawflash.problem import Options, Problem, check
+from rawflash.problem import DIRECTIONS, Options, Problem, check, check_forward_only, known
 from rawflash.tiling import Tiles
 from rawflash.traffic import Traffic, traffic
 
-DIRECTIONS = ("forward", "backward")
 WIDTH = 80
 _UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB")
 
@@ -159,13 +157,12 @@ def explain(
     >>> p.kernel, p.tiles.br, p.tiles.bc
     ('numpy_tiled.fa2_forward', 64, 32)
     """
+    if direction == "backward":
+        check_forward_only(options)
     _check_direction(direction)
-    for name in ("out", "return_lse"):
-        if direction == "backward" and name in options:
-            raise ProblemError(
-                f"{name} is not an option of the backward functions; expected it in the forward call"
-            )
-    problem, x = check(q, k, v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, wrt=wrt, **options)
+    problem, x = check(
+        q, k, v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, wrt=wrt, **known(options)
+    )
     return plan(problem, direction, visibility=x.visibility, wrt=x.wrt, copied=tuple(x.copied))
 
 
@@ -217,7 +214,7 @@ def plan(
         traffic=moved,
         dense_bytes=pairs * problem.Hq * np.dtype(problem.compute_dtype).itemsize,
         copied=copied,
-        unavailable=_cannot(problem.backend, problem.algorithm),
+        unavailable=why_not(problem.backend, problem.algorithm),
         refused=tuple((name, _refusal(name, problem)) for name in BACKENDS if name != problem.backend),
     )
 
@@ -235,21 +232,10 @@ def _check_direction(direction: str) -> None:
         raise ProblemError(f"direction is {direction!r}; expected 'forward' or 'backward'")
 
 
-def _cannot(name: str, algorithm: str) -> str | None:
-    """Why a backend cannot run an algorithm here, or None. Looks for Numba without importing it."""
-    row = BACKENDS[name]
-    reason = why_not(name)
-    if reason is None and algorithm not in row.algorithms:
-        reason = f"it has no algorithm {algorithm!r}, only {', '.join(row.algorithms)}"
-    if reason is None and name == "numba_cpu" and importlib.util.find_spec("numba") is None:
-        reason = f"Numba is not installed; {row.instead}"
-    return reason
-
-
 def _refusal(name: str, problem: Problem) -> str:
     """Why a backend other than the problem's does not take the call."""
     chosen, row = BACKENDS[problem.backend], BACKENDS[name]
-    reason = _cannot(name, problem.algorithm)
+    reason = why_not(name, problem.algorithm)
     if reason is not None:
         return reason
     if row.runs_on != chosen.runs_on:

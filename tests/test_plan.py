@@ -8,7 +8,7 @@ import pytest
 
 import rawflash as rf
 from rawflash import hardware, tiling, traffic
-from rawflash.explain import Plan, plan, size_text
+from rawflash.plan import Plan, plan, size_text
 from rawflash.problem import Problem, check
 
 ALL = [("numba_cpu", "fa1"), ("numba_cpu", "fa2")]
