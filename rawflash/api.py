@@ -148,7 +148,7 @@ def attention_vjp(
     problem, x = check(q, k, v, wrt=wrt, **known(options))
     with_lse, x.return_lse = x.return_lse, True
     out, lse = _forward(problem, x)
-    kept = {name: value for name, value in options.items() if name not in FORWARD_ONLY}
+    kept: dict[str, Any] = {name: value for name, value in options.items() if name not in FORWARD_ONLY}
 
     def pullback(dout: Any, dlse: Any = None) -> tuple[Any, ...]:
         problem, x = check(

@@ -34,12 +34,12 @@ from typing import Any
 
 import numpy as np
 
-from rawflash import accuracy, api, arrays, hardware
+from rawflash import accuracy, api, hardware
 from rawflash._version import __version__
 from rawflash.backends import BACKENDS, lookup, why_not
 from rawflash.errors import BackendError, RawflashError, TileError
-from rawflash.plan import DIRECTIONS, WIDTH, plan, size_text
-from rawflash.problem import ALGORITHMS, DTYPES, LAYOUTS, Operands, Problem, check
+from rawflash.plan import WIDTH, plan, size_text
+from rawflash.problem import DIRECTIONS, ALGORITHMS, DTYPES, LAYOUTS, Operands, Problem, check
 from rawflash.tiling import Tiles, plan_tiles
 from rawflash.traffic import Traffic, traffic
 

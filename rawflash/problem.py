@@ -723,7 +723,7 @@ def check_parts(outs: Any, lses: Any) -> tuple[list[np.ndarray], list[np.ndarray
 def check_dropout(p: Any, seed: Any, shape: Any, like: Any) -> tuple[float, int, tuple[int, int, int, int]]:
     """Check the arguments of ``dropout_mask``."""
     rule = "four ints (B, Hq, Tq, Tk), each >= 0"
-    if not isinstance(shape, (tuple, list)) or len(shape) != 4:
+    if not hasattr(shape, "__len__") or len(shape) != 4:
         raise _fail("shape", shape, rule)
     sizes = tuple(_integer("shape", n, 0, None, rule) for n in shape)
     if like is not None and arrays.on_gpu(like):

@@ -76,7 +76,7 @@ def test_demo_says_which_backends_are_missing(capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "numba", None)
     assert main([*SMALL[:-1], "numpy_tiled,numba_cpu,cupy_raw"]) == 0
     out = capsys.readouterr().out
-    assert "not run: numba_cpu: Numba is not installed; pip install numba" in out
+    assert "not run: numba_cpu: numba is not installed; pip install numba" in out
     assert "not run: cupy_raw: " in out
 
 
@@ -444,7 +444,7 @@ def test_info_without_numba(capsys, monkeypatch):
         monkeypatch.delitem(sys.modules, name)
     assert main(["info"]) == 0
     out = capsys.readouterr().out
-    assert "does not load: Numba is not installed; pip install numba" in " ".join(out.split())
+    assert "does not load: numba is not installed; pip install numba" in " ".join(out.split())
 
 
 # ---- the whole program

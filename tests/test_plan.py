@@ -137,7 +137,7 @@ def test_missing_numba_is_told(monkeypatch):
     monkeypatch.setitem(sys.modules, "numba", None)
     q, k, v = arrays_of(1, 64, 16)
     made = rf.explain(q, k, v, backend="numba_cpu")
-    assert "Numba is not installed" in made.unavailable and "not here" in str(made)
+    assert "numba is not installed" in made.unavailable and "not here" in str(made)
 
 
 @pytest.mark.parametrize(

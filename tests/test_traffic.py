@@ -10,6 +10,7 @@ import rawflash as rf
 from rawflash.arrays import Result
 from rawflash.backends import lookup
 from rawflash.backends.numpy_tiled.fa2_backward import fa2_backward
+from rawflash.backends.numpy_tiled.counting import counted as run_counted
 from rawflash.backends.numpy_tiled.memory import Memory
 from rawflash.errors import TileError
 from rawflash.hardware import chip_of
@@ -46,14 +47,8 @@ def run(
             o, lse = rf.attention_varlen(q, k, v, *cu_seqlens, return_lse=True, **options)
         more |= {"dout": dout, "o": o, "lse": lse, "dlse": dlse, "wrt": wrt, "direction": direction}
     problem, x = check(q, k, v, **more, **options)
-    kernel, chip = lookup(problem, direction)
-    tiles = tiles or plan_tiles(problem, chip, direction, order=order)
-    memory, result = Memory.of(problem, tiles), Result(problem, x)
-    if dout is None:
-        kernel(problem, tiles, x, result.canonical("out"), result.canonical("lse"), memory=memory)
-    else:
-        grads = {name: result.canonical(name) for name in {"q", "k", "v", *wrt}}
-        kernel(problem, tiles, x, grads, memory=memory)
+    tiles = tiles or plan_tiles(problem, lookup(problem, direction)[1], direction, order=order)
+    memory = run_counted(problem, x, direction, tiles=tiles).memory
     asked = {"dlse": dlse is not None, "wrt": wrt} if dout is not None else {}
     return tiles, memory, traffic(problem, tiles, direction, visibility=x.visibility, **asked)
 

@@ -42,8 +42,6 @@ def counted(problem: Problem, x: Operands, direction: str, *, tiles: Tiles | Non
     targets = {name: result.canonical(name) for name in names}
     if direction == "forward":
         kernel(problem, tiles, x, targets["out"], targets["lse"], memory=memory)
-    elif tiles.order and problem.algorithm == "fa2":
-        kernel(problem, tiles, x, targets, memory=memory, order=tiles.order)
     else:
         kernel(problem, tiles, x, targets, memory=memory)
     return Counted(tiles, memory, {name: result.give(name) for name in names})
