@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from rawflash.errors import ProblemError
+from rawflash.errors import BackendError, ProblemError
 
 EMPTY, PARTIAL, FULL = 0, 1, 2
 
@@ -60,8 +60,11 @@ class Mask:
         raise NotImplementedError
 
     def program(self) -> list[Instruction]:
-        """The predicate in postfix order: operands push a boolean, AND and OR take two."""
-        raise NotImplementedError
+        """The predicate in postfix order: operands push a boolean, AND and OR take two.
+
+        Compiled backends need it; a mask without one runs on numpy_tiled and the oracle.
+        """
+        raise BackendError(f"mask {self.kind} has no program(), which compiled backends run; use backend='numpy_tiled'")
 
     def check(self, shape: tuple[int, int, int, int]) -> None:
         """Raise :class:`ProblemError` unless the mask fits ``(B, Hq, Tq, Tk)``."""

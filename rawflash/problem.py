@@ -526,6 +526,8 @@ def check(
     # Arrays beside q, k, v.
     shape = (batch, heads_q, longest_q, longest_k)
     mask = _mask(option("mask"), shape)
+    if mask is not None and backend != "numpy_tiled":
+        mask.program()  # a mask that compiled backends cannot run is refused before any work
     bias, bias_shape = _bias(option("bias"), shape, dtype)
     slopes = _alibi(option("alibi_slopes"), batch, heads_q)
     sinks = _sinks(option("sinks"), heads_q, dtype)

@@ -33,9 +33,13 @@ def drawn(most):
     return max(n, min(10 * n, most))
 
 
-def make(B=2, Hq=2, Hkv=None, Tq=17, Tk=None, d=8, dv=None, dtype="float32", seed=1, size=1.0, lead=None, **options):
-    """A call with standard normal arrays, ``size`` times that in q; every gradient that exists is asked for."""
-    rng = np.random.default_rng(seed)
+def make(B=2, Hq=2, Hkv=None, Tq=17, Tk=None, d=8, dv=None, dtype="float32", arrays=1, size=1.0, lead=None, **options):
+    """A call with standard normal arrays, ``size`` times that in q; every gradient that exists is asked for.
+
+    ``arrays`` is the seed of the arrays; an option that is a function makes its array from the generator and
+    the dtype.
+    """
+    rng = np.random.default_rng(arrays)
     Hkv, Tk, dv, lead = Hkv or Hq, Tq if Tk is None else Tk, dv or d, (B,) if lead is None else lead
     kind = DTYPES[dtype]
     options = {name: value(rng, kind) if callable(value) else value for name, value in options.items()}
@@ -136,16 +140,12 @@ AWKWARD = {
     "six axes": dict(lead=(2, 1, 2), Tq=11),
     "no batch, six axes": dict(lead=(2, 0, 2), Tq=11),
 }  # fmt: skip
-# The table says "seed=5" for dropout; the arrays have a seed of their own.
-_DROPOUT_SEEDS = {name: entry.pop("seed") for name, entry in AWKWARD.items() if "seed" in entry}
 
 
 @cache
 def awkward(name, dtype):
     """A call of the table and its reference, made once for all kernels."""
     case = make(dtype=dtype, **AWKWARD[name])
-    if name in _DROPOUT_SEEDS:
-        case.options["seed"] = _DROPOUT_SEEDS[name]
     return case, case.reference()
 
 

@@ -15,7 +15,6 @@ from tolerances import allowed_error
 import rawflash as rf
 from rawflash import masks as M
 
-NAMES = ("out", "lse")
 OPTIONAL_GRADIENTS = ("bias", "sinks")
 
 
@@ -38,7 +37,9 @@ def same(a, b, reference, names=None):
 def doubles(**more):
     """Drawn float64 calls with four axes and every gradient that exists."""
     def complete(case):
-        case.wrt = ("q", "k", "v", *(name for name in OPTIONAL_GRADIENTS if name in case.options))
+        sides = [name for name in OPTIONAL_GRADIENTS if name in case.options]
+        case.options |= {name: case.options[name].astype(np.float64) for name in sides}  # it may be float32
+        case.wrt = ("q", "k", "v", *sides)
         return case
 
     fixed = dict(dtypes=("float64",), dims=(4,), views=("contiguous", "sliced"), values=("normal", "integers"))
