@@ -26,6 +26,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from rawflash.problem import check
+
 __all__ = [
     "attention",
     "attention_backward",
@@ -158,7 +160,13 @@ class Call:
         sram: int | None = None,
         out: Any = None,
     ) -> None:
-        # check_call(q, k, v, ...)    the one hook for a validator: every public function starts here
+        # The validator is shared, the mathematics is not: every public function starts here.
+        check(
+            q, k, v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, mask=mask, causal=causal, window=window,
+            q_offset=q_offset, q_lengths=q_lengths, kv_lengths=kv_lengths, bias=bias, alibi_slopes=alibi_slopes,
+            softcap=softcap, sinks=sinks, dropout=dropout, seed=seed, scale=scale, layout=layout,
+            backend="numpy_tiled",
+        )  # fmt: skip
         self.layout = layout
         self.q_shape, self.k_shape, self.v_shape = np.shape(q), np.shape(k), np.shape(v)
         self.Q, self.K, self.V = (self.four_axes(np.asarray(a)) for a in (q, k, v))

@@ -352,5 +352,6 @@ def test_no_two_compiled_functions_share_a_name():
             function = item.py_func
             named.setdefault((function.__module__, function.__qualname__), set()).add(function)
     assert len(named) > 20, "the kernels were not found"
-    shared = {name: len(functions) for name, functions in named.items() if len(functions) > 1}
-    assert not shared
+    shared = {qualname for (_, qualname), functions in named.items() if len(functions) > 1}
+    # The two of exp take float32 and float64, and the types of the arguments are part of the linker's name.
+    assert shared <= {"_exp_for.<locals>.exp_of_format"}

@@ -302,10 +302,10 @@ def test_a_sink_of_minus_infinity_is_no_sink():
     q, k, v, dout = arrays((1, 3, 4), (1, 2, 4), (1, 2, 4))
     options = dict(causal=True)  # row 0 sees nothing
     plain = oracle.attention(q, k, v, return_lse=True, **options)
-    for a, b in zip(plain, oracle.attention(q, k, v, return_lse=True, sinks=[-INF], **options), strict=True):
+    for a, b in zip(plain, oracle.attention(q, k, v, return_lse=True, sinks=np.array([-INF]), **options), strict=True):
         np.testing.assert_array_equal(a, b)
     (dsinks,) = oracle.attention_backward(
-        dout, q, k, v, None, None, dlse=np.ones((1, 3)), sinks=[-INF], wrt=("sinks",), **options
+        dout, q, k, v, None, None, dlse=np.ones((1, 3)), sinks=np.array([-INF]), wrt=("sinks",), **options
     )
     assert dsinks == 0.0
 
