@@ -33,7 +33,7 @@ def test_awkward_calls(name, dtype, backend, algorithm):
     check_backward(case, reference, backend=backend, algorithm=algorithm)
 
 
-@settings(max_examples=drawn(250))
+@settings(max_examples=drawn(300))
 @given(problems())
 def test_drawn_problems(case):
     reference = case.reference()
@@ -65,20 +65,29 @@ def test_drawn_problems_with_every_gradient(case):
 
 
 @kernels
-@pytest.mark.parametrize("options", [
-    dict(),
-    dict(causal=True, softcap=1.5, dropout=0.4),
-    dict(window=(2, 1), alibi_slopes=np.array([0.3, 0.7]), kv_lengths=[5, 2], q_lengths=[3, 4], scale=0.8),
-], ids=["plain", "softcap", "lengths"])  # fmt: skip
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(),
+        dict(causal=True, softcap=1.5, dropout=0.4),
+        dict(
+            window=(2, 1), alibi_slopes=np.array([0.3, 0.7]), kv_lengths=[5, 2], q_lengths=[3, 4], scale=0.8
+        ),
+    ],
+    ids=["plain", "softcap", "lengths"],
+)
 def test_gradients_are_central_differences_of_the_kernel_itself(options, backend, algorithm):
     """No oracle: float64 makes the kernel's own forward pass differentiable by subtraction."""
     B, H, Tq, Tk, d = 2, 2, 4, 5, 3
     rng = np.random.default_rng(3)
     normal = rng.standard_normal
     x = {
-        "q": normal((B, H, Tq, d)), "k": normal((B, 1, Tk, d)), "v": normal((B, 1, Tk, 2)),
-        "bias": normal((H, 1, Tk)), "sinks": normal(H),
-    }  # fmt: skip
+        "q": normal((B, H, Tq, d)),
+        "k": normal((B, 1, Tk, d)),
+        "v": normal((B, 1, Tk, 2)),
+        "bias": normal((H, 1, Tk)),
+        "sinks": normal(H),
+    }
     dout, dlse = normal((B, H, Tq, 2)), normal((B, H, Tq))
     fixed = options | dict(backend=backend, algorithm=algorithm)
 
@@ -107,10 +116,19 @@ def test_strided_inputs_give_the_bits_of_contiguous_ones(view, backend, algorith
     options = dict(causal=True, backend=backend, algorithm=algorithm, deterministic=True)
     q, k, v, dout = (restride(getattr(case, name), view) for name in ("q", "k", "v", "dout"))
     o, lse = rf.attention(q, k, v, return_lse=True, **options)
-    strided = rf.attention_backward(dout, q, k, v, restride(o, view if view != "broadcast" else "sliced"),
-                                    restride(lse, "fortran"), dlse=restride(case.dlse, "sliced"), **options)
-    plain = rf.attention_backward(*(np.ascontiguousarray(a) for a in (dout, q, k, v, o, lse)),
-                                  dlse=case.dlse, **options)
+    strided = rf.attention_backward(
+        dout,
+        q,
+        k,
+        v,
+        restride(o, view if view != "broadcast" else "sliced"),
+        restride(lse, "fortran"),
+        dlse=restride(case.dlse, "sliced"),
+        **options,
+    )
+    plain = rf.attention_backward(
+        *(np.ascontiguousarray(a) for a in (dout, q, k, v, o, lse)), dlse=case.dlse, **options
+    )
     for a, b in zip(strided, plain, strict=True):
         np.testing.assert_array_equal(a, b)
 
@@ -135,8 +153,14 @@ def test_rows_that_see_nothing_have_no_gradient(sinks, backend, algorithm):
 
 @kernels
 def test_wrt_names_the_gradients_and_their_order(backend, algorithm):
-    case = make(Tq=18, bias=np.ones((2, 18, 18), np.float32), sinks=np.zeros(2, np.float32), backend=backend,
-                algorithm=algorithm, deterministic=True)  # fmt: skip
+    case = make(
+        Tq=18,
+        bias=np.ones((2, 18, 18), np.float32),
+        sinks=np.zeros(2, np.float32),
+        backend=backend,
+        algorithm=algorithm,
+        deterministic=True,
+    )
     out, lse = case.forward()
     everything = dict(zip(case.wrt, case.backward(out, lse), strict=True))
     for wrt in [("q",), ("sinks",), ("bias",), ("v", "q"), ("sinks", "k", "bias"), ()]:

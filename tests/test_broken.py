@@ -63,10 +63,14 @@ def attention(case, mistake=None):
                 if mistake == "last tile forgotten" and j0 + BLOCK > Tk:
                     continue
                 j = np.arange(j0, min(j0 + BLOCK, Tk))
-                S = np.where(visible(i, j, offset, causal, window, mistake), scale * q[b, h, i] @ k[b, kv, j].T, -np.inf)
+                S = np.where(
+                    visible(i, j, offset, causal, window, mistake),
+                    scale * q[b, h, i] @ k[b, kv, j].T,
+                    -np.inf,
+                )
                 block_max = S.max(axis=1)
                 new = np.maximum(m, block_max)
-                # Seed 003: exponentials and the rescaling take the maximum of this block, not the running one.
+                # Seed 003: exp and rescaling take the maximum of this block, not the running one.
                 shift = block_max if mistake == "block maximum" else new
                 shift = np.where(np.isneginf(shift), 0, shift)
                 P = np.exp(S - shift[:, None])
@@ -208,7 +212,7 @@ def from_scratch(Q, K, V, block, running):
 
 
 def test_the_loop_of_seed_003_and_its_correction():
-    """T = 256, d = 64, block 64: off by about 0.365, which is the size of the output; 6e-16 once corrected."""
+    """T = 256, d = 64, block 64: off by about 0.365, as large as the output; 6e-16 once corrected."""
     rng = np.random.default_rng(0)
     Q, K, V = (rng.standard_normal((256, 64)) for _ in range(3))
     oracle = rf.oracle.attention(Q, K, V)
@@ -225,7 +229,7 @@ def test_the_loop_of_seed_003_and_its_correction():
 
 @pytest.mark.parametrize("backend", ["numba_cpu", "numpy_tiled"])
 def test_a_backend_that_cannot_load_is_an_error(backend, monkeypatch):
-    """Asked for by name, with its library missing: BackendError that says why, never another backend's answer."""
+    """Asked for by name, with its library missing: BackendError that says why, never another answer."""
     module = backends.BACKENDS[backend].module
     for name in list(sys.modules):
         if name == module or name.startswith(module + "."):
@@ -245,7 +249,9 @@ def test_a_backend_without_kernels_is_an_error(backend):
         rf.attention(x, x, x, backend=backend)
 
 
-@pytest.mark.parametrize("backend", [name for name, row in backends.BACKENDS.items() if row.module is not None])
+@pytest.mark.parametrize(
+    "backend", [name for name, row in backends.BACKENDS.items() if row.module is not None]
+)
 def test_a_backend_of_the_table_is_there(backend):
     """The suite's list of kernels comes from this table: a row that does not load must fail here."""
     row = backends.BACKENDS[backend]

@@ -28,12 +28,25 @@ kernels = pytest.mark.parametrize(("backend", "algorithm"), KERNELS)
 
 
 def drawn(most):
-    """How many problems to draw: ten times the profile's number up to ``most``, the profile's if that is more."""
+    """Problems to draw: ten times the profile's number up to ``most``, but no fewer than that number."""
     n = settings().max_examples
     return max(n, min(10 * n, most))
 
 
-def make(B=2, Hq=2, Hkv=None, Tq=17, Tk=None, d=8, dv=None, dtype="float32", arrays=1, size=1.0, lead=None, **options):
+def make(
+    B=2,
+    Hq=2,
+    Hkv=None,
+    Tq=17,
+    Tk=None,
+    d=8,
+    dv=None,
+    dtype="float32",
+    arrays=1,
+    size=1.0,
+    lead=None,
+    **options,
+):
     """A call with standard normal arrays, ``size`` times that in q; every gradient that exists is asked for.
 
     ``arrays`` is the seed of the arrays; an option that is a function makes its array from the generator and
@@ -61,7 +74,9 @@ def normal(*shape):
 
 def half_hidden(*shape):
     """A bias with -inf in about half of its places."""
-    return lambda rng, dtype: np.where(rng.random(shape) < 0.5, -np.inf, rng.standard_normal(shape)).astype(dtype)
+    return lambda rng, dtype: np.where(rng.random(shape) < 0.5, -np.inf, rng.standard_normal(shape)).astype(
+        dtype
+    )
 
 
 def half_visible(*shape):
@@ -117,7 +132,7 @@ AWKWARD = {
     "bias": dict(Tq=20, bias=normal(2, 2, 20, 20)),
     "bias by row": dict(Tq=20, bias=normal(20, 1)),
     "bias by key and head": dict(Tq=20, bias=normal(2, 1, 20)),
-    "bias in float32": dict(Tq=20, bias=lambda rng, dtype: rng.standard_normal((1, 2, 20, 20)).astype(np.float32)),
+    "bias in float32": dict(Tq=20, bias=lambda rng, dtype: normal(1, 2, 20, 20)(rng, np.float32)),
     "bias with -inf": dict(Tq=20, bias=half_hidden(2, 2, 20, 20)),
     "bias all -inf": dict(Tq=20, bias=lambda rng, dtype: np.full((20, 20), -np.inf, dtype)),
     "alibi": dict(Tq=20, Tk=31, alibi_slopes=np.array([0.5, 0.01])),
@@ -231,15 +246,18 @@ def test_one_key_gives_its_value_exactly(backend, algorithm):
 
 @kernels
 @pytest.mark.parametrize("sink", [None, 0.75])
-@pytest.mark.parametrize("hide", [
-    dict(causal=True, q_offset=-20),
-    dict(window=(0, 0), q_offset=400),
-    dict(mask=np.zeros((1, 1), bool)),
-    dict(bias=np.full((1, 1), -np.inf, np.float32)),
-    dict(kv_lengths=[0, 0]),
-    dict(q_lengths=[0, 0]),
-    dict(mask=M.Prefix(0)),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "hide",
+    [
+        dict(causal=True, q_offset=-20),
+        dict(window=(0, 0), q_offset=400),
+        dict(mask=np.zeros((1, 1), bool)),
+        dict(bias=np.full((1, 1), -np.inf, np.float32)),
+        dict(kv_lengths=[0, 0]),
+        dict(q_lengths=[0, 0]),
+        dict(mask=M.Prefix(0)),
+    ],
+)
 def test_rows_that_see_nothing_are_exactly_zero(hide, sink, backend, algorithm):
     case = make(Tq=18, sinks=None if sink is None else np.full(2, sink, np.float32), **hide)
     out, lse = case.forward(backend=backend, algorithm=algorithm)
@@ -251,7 +269,9 @@ def test_rows_that_see_nothing_are_exactly_zero(hide, sink, backend, algorithm):
 @pytest.mark.parametrize("layout", ["bhtd", "bthd"])
 def test_out_is_written_and_given_back(layout, backend, algorithm):
     case = make(Tq=18, dv=5)
-    q, k, v = (a if layout == "bhtd" else np.ascontiguousarray(a.swapaxes(1, 2)) for a in (case.q, case.k, case.v))
+    q, k, v = (
+        a if layout == "bhtd" else np.ascontiguousarray(a.swapaxes(1, 2)) for a in (case.q, case.k, case.v)
+    )
     options = dict(layout=layout, backend=backend, algorithm=algorithm)
     expected = rf.attention(q, k, v, **options)
     out = np.full_like(expected, np.nan)

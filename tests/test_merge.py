@@ -13,7 +13,12 @@ def split_case(rng, **options):
     return q, k, v, dout, options
 
 
-SPLITS = {"halves": (0, 25, 50), "uneven": (0, 1, 17, 50), "with empty parts": (0, 0, 30, 30, 50), "whole": (0, 50)}
+SPLITS = {
+    "halves": (0, 25, 50),
+    "uneven": (0, 1, 17, 50),
+    "with empty parts": (0, 0, 30, 30, 50),
+    "whole": (0, 50),
+}
 OPTIONS = {
     "plain": dict(),
     "causal": dict(causal=True),

@@ -31,18 +31,23 @@ def same(a, b, reference, names=None):
         allowed = 2 * allowed_error(name, reference)
         with np.errstate(invalid="ignore"):
             far = ~(np.abs(a[name] - b[name]) <= allowed) & (a[name] != b[name])
-        assert not far.any(), f"{name} differs by {np.abs(a[name] - b[name])[far].max()}; allowed {allowed.min()}"
+        assert not far.any(), (
+            f"{name} differs by {np.abs(a[name] - b[name])[far].max()}; allowed {allowed.min()}"
+        )
 
 
 def doubles(**more):
     """Drawn float64 calls with four axes and every gradient that exists."""
+
     def complete(case):
         sides = [name for name in OPTIONAL_GRADIENTS if name in case.options]
         case.options |= {name: case.options[name].astype(np.float64) for name in sides}  # it may be float32
         case.wrt = ("q", "k", "v", *sides)
         return case
 
-    fixed = dict(dtypes=("float64",), dims=(4,), views=("contiguous", "sliced"), values=("normal", "integers"))
+    fixed = dict(
+        dtypes=("float64",), dims=(4,), views=("contiguous", "sliced"), values=("normal", "integers")
+    )
     return problems(**(fixed | more)).map(complete)
 
 
@@ -66,8 +71,20 @@ def test_tile_sizes_do_not_matter(case):
 
 @kernels
 def test_many_tile_sizes(backend, algorithm):
-    case = float64(B=1, Tq=101, Tk=117, d=5, dv=9, causal=True, sinks=normal(2), dropout=0.2, seed=3,
-                   bias=normal(101, 117), backend=backend, algorithm=algorithm)  # fmt: skip
+    case = float64(
+        B=1,
+        Tq=101,
+        Tk=117,
+        d=5,
+        dv=9,
+        causal=True,
+        sinks=normal(2),
+        dropout=0.2,
+        seed=3,
+        bias=normal(101, 117),
+        backend=backend,
+        algorithm=algorithm,
+    )
     reference, whole = case.reference(), all_of(case)
     plans = set()
     for sram in range(16384, 200_000, 12_345):
@@ -92,8 +109,19 @@ def test_calls_repeat_bit_for_bit(case):
 @pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
 def test_large_calls_repeat_bit_for_bit(dtype, backend, algorithm):
     """Large enough for several threads and several pieces of work each."""
-    case = make(B=2, Hq=4, Hkv=2, Tq=150, d=16, dtype=dtype, bias=normal(1, 150), deterministic=True, sram=32768,
-                backend=backend, algorithm=algorithm)  # fmt: skip
+    case = make(
+        B=2,
+        Hq=4,
+        Hkv=2,
+        Tq=150,
+        d=16,
+        dtype=dtype,
+        bias=normal(1, 150),
+        deterministic=True,
+        sram=32768,
+        backend=backend,
+        algorithm=algorithm,
+    )
     first = all_of(case)
     for _ in range(5):
         for name, array in all_of(case).items():
@@ -135,7 +163,17 @@ def test_layout_is_a_transposition(case):
 
 # ---- symmetries of attention -----------------------------------------------------------------------
 
-POSITIONAL = ("causal", "window", "q_offset", "kv_lengths", "mask", "alibi_slopes", "dropout", "layout", "bias")
+POSITIONAL = (
+    "causal",
+    "window",
+    "q_offset",
+    "kv_lengths",
+    "mask",
+    "alibi_slopes",
+    "dropout",
+    "layout",
+    "bias",
+)
 
 
 @given(doubles(exclude=POSITIONAL))
@@ -152,7 +190,9 @@ def test_permuting_the_keys_permutes_their_gradients(case):
         plain = all_of(case, **options)
         k, v = case.k, case.v
         case.k, case.v = k[:, :, order], v[:, :, order]
-        moved = all_of(case, bias=case.options["bias"][..., order], mask=case.options["mask"][..., order], **options)
+        moved = all_of(
+            case, bias=case.options["bias"][..., order], mask=case.options["mask"][..., order], **options
+        )
         case.k, case.v = k, v
         for name in ("dk", "dv"):
             plain_in_order = plain[name][:, :, order]
@@ -224,17 +264,30 @@ def test_the_backward_pass_is_linear_in_dout(case):
             results.append(case.backward(out, lse, **options))
         for name, a, b, c in zip(case.wrt, *results, strict=True):
             error = np.abs(c - (a - 3 * b))
-            # dO = |..| makes dP - gamma a difference of positive numbers, A a sum: no smaller than each call's.
+            # Positive dO: A is a sum of positive numbers, no smaller than that of each call.
             assert (error <= 8 * allowed_error("d" + name, reference)).all(), name
 
 
 @kernels
 def test_batch_entries_do_not_know_each_other(backend, algorithm):
     B, H, T = 3, 4, 33
-    case = float64(B=B, Hq=H, Hkv=2, Tq=T, causal=True, q_offset=np.array([0, -4, 9]), kv_lengths=[33, 20, 1],
-                   q_lengths=[5, 33, 17], alibi_slopes=np.random.default_rng(0).random((B, H)), sinks=normal(H),
-                   bias=normal(B, H, T, T), mask=half_visible(B, 1, T, T), softcap=4.0,
-                   backend=backend, algorithm=algorithm)  # fmt: skip
+    case = float64(
+        B=B,
+        Hq=H,
+        Hkv=2,
+        Tq=T,
+        causal=True,
+        q_offset=np.array([0, -4, 9]),
+        kv_lengths=[33, 20, 1],
+        q_lengths=[5, 33, 17],
+        alibi_slopes=np.random.default_rng(0).random((B, H)),
+        sinks=normal(H),
+        bias=normal(B, H, T, T),
+        mask=half_visible(B, 1, T, T),
+        softcap=4.0,
+        backend=backend,
+        algorithm=algorithm,
+    )
     whole, reference = all_of(case), case.reference()
     dsinks = 0
     for b in range(B):
@@ -255,24 +308,42 @@ def test_batch_entries_do_not_know_each_other(backend, algorithm):
 def test_heads_do_not_know_each_other(backend, algorithm):
     Hq, Hkv, T = 6, 2, 19
     slopes = np.linspace(0, 1, Hq)
-    case = float64(B=2, Hq=Hq, Hkv=Hkv, Tq=T, alibi_slopes=slopes, sinks=normal(Hq), bias=normal(1, Hq, 1, T),
-                   backend=backend, algorithm=algorithm)  # fmt: skip
+    case = float64(
+        B=2,
+        Hq=Hq,
+        Hkv=Hkv,
+        Tq=T,
+        alibi_slopes=slopes,
+        sinks=normal(Hq),
+        bias=normal(1, Hq, 1, T),
+        backend=backend,
+        algorithm=algorithm,
+    )
     whole = all_of(case)
     for h in range(Hkv):  # a key head and the query heads that share it: consecutive ones
         heads = slice(h * Hq // Hkv, (h + 1) * Hq // Hkv)
         alone = float64()
         alone.q, alone.dout, alone.dlse = case.q[:, heads], case.dout[:, heads], case.dlse[:, heads]
         alone.k, alone.v, alone.wrt = case.k[:, h : h + 1], case.v[:, h : h + 1], case.wrt
-        alone.options = case.options | {"alibi_slopes": slopes[heads], "sinks": case.options["sinks"][heads],
-                                        "bias": case.options["bias"][:, heads]}  # fmt: skip
+        alone.options = case.options | {
+            "alibi_slopes": slopes[heads],
+            "sinks": case.options["sinks"][heads],
+            "bias": case.options["bias"][:, heads],
+        }
         part = {n: whole[n][:, heads] for n in ("out", "lse", "dq", "dbias")}
-        part |= {"dk": whole["dk"][:, h : h + 1], "dv": whole["dv"][:, h : h + 1], "dsinks": whole["dsinks"][heads]}
+        part |= {
+            "dk": whole["dk"][:, h : h + 1],
+            "dv": whole["dv"][:, h : h + 1],
+            "dsinks": whole["dsinks"][heads],
+        }
         same(all_of(alone), part, alone.reference())
 
 
 @kernels
 def test_grouped_heads_are_repeated_heads(backend, algorithm):
-    case = float64(B=2, Hq=6, Hkv=2, Tq=19, causal=True, dropout=0.2, seed=4, backend=backend, algorithm=algorithm)
+    case = float64(
+        B=2, Hq=6, Hkv=2, Tq=19, causal=True, dropout=0.2, seed=4, backend=backend, algorithm=algorithm
+    )
     grouped, reference = all_of(case), case.reference()
     case.k, case.v = case.k.repeat(3, axis=1), case.v.repeat(3, axis=1)
     repeated = all_of(case)
@@ -356,8 +427,16 @@ def test_scale_is_a_factor_of_q(backend, algorithm):
 
 @kernels
 def test_lengths_are_slices(backend, algorithm):
-    case = float64(B=2, Tq=23, Tk=37, q_lengths=[7, 23], kv_lengths=[20, 1], causal=True, backend=backend,
-                   algorithm=algorithm)  # fmt: skip
+    case = float64(
+        B=2,
+        Tq=23,
+        Tk=37,
+        q_lengths=[7, 23],
+        kv_lengths=[20, 1],
+        causal=True,
+        backend=backend,
+        algorithm=algorithm,
+    )
     whole = all_of(case)
     for b, (n, m) in enumerate([(7, 20), (23, 1)]):
         alone = float64(causal=True, backend=backend, algorithm=algorithm)

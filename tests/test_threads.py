@@ -120,14 +120,16 @@ def _in_child(connection, case):
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
 @kernels
 def test_a_forked_child_computes_the_same_bits(backend, algorithm):
-    """A child has the parent's memory and none of its threads: a pool that was started must be started anew."""
+    """A child has the parent's memory and none of its threads: a pool must be started anew."""
     case = cases(backend, algorithm)[0]
     expected = all_of(case)  # threads are running now
     context = multiprocessing.get_context("fork")
     receiver, sender = context.Pipe(duplex=False)
     child = context.Process(target=_in_child, args=(sender, case))
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12: forking with threads is what is tested
+        warnings.simplefilter(
+            "ignore", DeprecationWarning
+        )  # Python 3.12: forking with threads is what is tested
         child.start()
     sender.close()
     try:

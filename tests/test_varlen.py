@@ -21,20 +21,28 @@ def test_drawn_problems(case):
 
 @kernels
 @pytest.mark.parametrize("layout", ["bhtd", "bthd"])
-@pytest.mark.parametrize("options", [
-    dict(),
-    dict(causal=True),
-    dict(window=(4, 1), alibi_slopes=np.array([0.1, 0.2, 0.3, 0.4])),
-    dict(causal=True, q_offset=np.array([2, -3, 0, 1]), softcap=3.0, sinks=np.array([0.1, -2, 3, 0.5])),
-], ids=["plain", "causal", "window", "offset"])  # fmt: skip
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(),
+        dict(causal=True),
+        dict(window=(4, 1), alibi_slopes=np.array([0.1, 0.2, 0.3, 0.4])),
+        dict(causal=True, q_offset=np.array([2, -3, 0, 1]), softcap=3.0, sinks=np.array([0.1, -2, 3, 0.5])),
+    ],
+    ids=["plain", "causal", "window", "offset"],
+)
 def test_varlen_is_the_loop_over_the_sequences(options, layout, backend, algorithm, rng):
-    """float64, so that the two ways, of different tiles, agree to rounding: here 1e-13 of numbers near one."""
+    """float64, so that the two ways agree to rounding: here 1e-13 of numbers near one."""
     Hq, Hkv, d, dv = 4, 2, 8, 6
     lengths_q, lengths_k = [17, 1, 0, 35], [20, 33, 5, 16]
-    cu_q, cu_k = (np.cumsum([2, *lengths]) for lengths in (lengths_q, lengths_k))  # two rows of padding in front
+    cu_q, cu_k = (
+        np.cumsum([2, *lengths]) for lengths in (lengths_q, lengths_k)
+    )  # two rows of padding in front
     total_q, total_k = cu_q[-1] + 3, cu_k[-1] + 1
-    q, k, v, dout = (fill(rng, shape, "normal") for shape in (
-        (Hq, total_q, d), (Hkv, total_k, d), (Hkv, total_k, dv), (Hq, total_q, dv)))
+    q, k, v, dout = (
+        fill(rng, shape, "normal")
+        for shape in ((Hq, total_q, d), (Hkv, total_k, d), (Hkv, total_k, dv), (Hq, total_q, dv))
+    )
     dlse = rng.standard_normal((Hq, total_q))
     common = options | dict(backend=backend, algorithm=algorithm)
     wrt = ("q", "k", "v", "sinks") if "sinks" in options else ("q", "k", "v")
@@ -55,7 +63,9 @@ def test_varlen_is_the_loop_over_the_sequences(options, layout, backend, algorit
         i, j = slice(cu_q[b], cu_q[b + 1]), slice(cu_k[b], cu_k[b + 1])
         alone = common | ({"q_offset": int(options["q_offset"][b])} if "q_offset" in options else {})
         o, l = rf.attention(q[:, i], k[:, j], v[:, j], return_lse=True, **alone)
-        g = rf.attention_backward(dout[:, i], q[:, i], k[:, j], v[:, j], o, l, dlse=dlse[:, i], wrt=wrt, **alone)
+        g = rf.attention_backward(
+            dout[:, i], q[:, i], k[:, j], v[:, j], o, l, dlse=dlse[:, i], wrt=wrt, **alone
+        )
         expected["out"][:, i], expected["lse"][:, i] = o, l
         expected["q"][:, i], expected["k"][:, j], expected["v"][:, j] = g[:3]
         if "sinks" in options:
@@ -85,6 +95,7 @@ def test_dropout_counts_inside_the_sequence(backend, algorithm):
 def test_one_sequence_is_attention(backend, algorithm, rng):
     q, k, v = (rng.standard_normal((2, 21, 8)).astype(np.float32) for _ in range(3))
     common = dict(causal=True, backend=backend, algorithm=algorithm, return_lse=True)
-    for a, b in zip(rf.attention_varlen(q, k, v, [0, 21], [0, 21], **common), rf.attention(q, k, v, **common),
-                    strict=True):  # fmt: skip
+    for a, b in zip(
+        rf.attention_varlen(q, k, v, [0, 21], [0, 21], **common), rf.attention(q, k, v, **common), strict=True
+    ):
         np.testing.assert_array_equal(a, b)

@@ -18,9 +18,9 @@ from rawflash.backends.numba_cpu.launch import (
     compiled,
     contiguous_statistic,
     describe,
+    for_each_dtype,
     run,
     sink_gradient,
-    source_stamp,
     view,
 )
 from rawflash.backends.numba_cpu.microkernel import claim
@@ -39,10 +39,10 @@ from rawflash.problem import Operands, Problem
 from rawflash.tiling import Tiles
 
 
-def _make_kernel(stamp: str):
-    @compiled
+def _make_kernel(stamp: str, dtype: str):
+    @compiled(f"fa1_backward_{dtype}")
     def kernel(counter, worker, call, heads_per_piece, dout, o, lse, dlse, dq, dk, dv, dbias, dbias_strides):
-        stamp  # noqa: B018  (part of the cache key, see launch.source_stamp)
+        stamp  # noqa: B018  (part of the cache key, see launch.for_each_dtype)
         size = call.size
         one = lse.dtype.type(1)
         br, bc, d, group = size.br, size.bc, size.d, size.Hq // size.Hkv
@@ -99,7 +99,7 @@ def _make_kernel(stamp: str):
     return kernel
 
 
-_kernel = _make_kernel(source_stamp())
+_kernels = for_each_dtype(_make_kernel)
 
 
 def fa1_backward(problem: Problem, tiles: Tiles, x: Operands, grads: dict[str, np.ndarray]) -> None:
@@ -112,7 +112,8 @@ def fa1_backward(problem: Problem, tiles: Tiles, x: Operands, grads: dict[str, n
     heads = problem.B * problem.Hkv
     heads_per_piece = max(heads, 1) if alone else 1
     run(
-        _kernel, heads // heads_per_piece, call, heads_per_piece, view(x.dout), view(x.o), lse, dlse,
+        _kernels[problem.compute_dtype], heads // heads_per_piece,
+        call, heads_per_piece, view(x.dout), view(x.o), lse, dlse,
         view(grads["q"]), view(grads["k"]), view(grads["v"]), dbias, strides,
     )  # fmt: skip
     del keep

@@ -18,10 +18,10 @@ from rawflash.backends.numba_cpu.launch import (
     compiled,
     contiguous_statistic,
     describe,
+    for_each_dtype,
     run,
     shares_of_a_head,
     sink_gradient,
-    source_stamp,
     view,
 )
 from rawflash.backends.numba_cpu.microkernel import claim
@@ -40,10 +40,10 @@ from rawflash.problem import Operands, Problem
 from rawflash.tiling import Tiles
 
 
-def _make_kernels(stamp: str):
-    @compiled
+def _make_kernels(stamp: str, dtype: str):
+    @compiled(f"fa2_backward_gamma_{dtype}")
     def gamma_kernel(counter, worker, call, dout, o, dlse, delta):
-        stamp  # noqa: B018  (part of the cache key, see launch.source_stamp)
+        stamp  # noqa: B018  (part of the cache key, see launch.for_each_dtype)
         size = call.size
         one = delta.dtype.type(1)
         dO, O = np.zeros(size.br * size.dv, delta.dtype), np.zeros(size.br * size.dv, delta.dtype)
@@ -61,7 +61,7 @@ def _make_kernels(stamp: str):
                     call, dO, o, dlse[slot, h, at : at + n_i], delta[slot, h, at : at + n_i], b, h, i0, n_i, size.dv, O
                 )
 
-    @compiled
+    @compiled(f"fa2_backward_{dtype}")
     def kernel(
         counter, worker, call, shares, heads_per_piece, dout, lse, delta, dq_sums, dk, dv, dbias, dbias_strides
     ):
@@ -114,7 +114,7 @@ def _make_kernels(stamp: str):
                     # Store dK_j, dV_j
                     store_keys(call, w, dk, dv, b, hkv, j0, n_j)
 
-    @compiled
+    @compiled(f"fa2_backward_reduce_{dtype}")
     def reduce_kernel(counter, worker, call, shares, dq_sums, dq):
         stamp  # noqa: B018
         size = call.size
@@ -134,7 +134,7 @@ def _make_kernels(stamp: str):
     return gamma_kernel, kernel, reduce_kernel
 
 
-_gamma_kernel, _kernel, _reduce_kernel = _make_kernels(source_stamp())
+_kernels = for_each_dtype(_make_kernels)
 
 
 def fa2_backward(problem: Problem, tiles: Tiles, x: Operands, grads: dict[str, np.ndarray]) -> None:
@@ -143,7 +143,8 @@ def fa2_backward(problem: Problem, tiles: Tiles, x: Operands, grads: dict[str, n
     lse, dlse = contiguous_statistic(problem, x.lse, x), contiguous_statistic(problem, x.dlse, x)
     delta = np.zeros_like(lse)
     heads = problem.B * problem.Hq
-    run(_gamma_kernel, heads, call, view(x.dout), view(x.o), dlse, delta)
+    gamma_kernel, kernel, reduce_kernel = _kernels[problem.compute_dtype]
+    run(gamma_kernel, heads, call, view(x.dout), view(x.o), dlse, delta)
     if "sinks" in grads:
         grads["sinks"] += sink_gradient(problem, x, lse, dlse)
     dbias, strides, alone = bias_gradient_target(problem, grads.get("bias"), lse.dtype)
@@ -151,8 +152,8 @@ def fa2_backward(problem: Problem, tiles: Tiles, x: Operands, grads: dict[str, n
     dq_sums = np.zeros((shares, heads, problem.Tq, problem.d), lse.dtype)
     pieces = problem.B * problem.Hkv * shares // heads_per_piece
     run(
-        _kernel, pieces, call, shares, heads_per_piece, view(x.dout), lse, delta, dq_sums,
+        kernel, pieces, call, shares, heads_per_piece, view(x.dout), lse, delta, dq_sums,
         view(grads["k"]), view(grads["v"]), dbias, strides,
     )  # fmt: skip
-    run(_reduce_kernel, heads, call, shares, dq_sums, view(grads["q"]))
+    run(reduce_kernel, heads, call, shares, dq_sums, view(grads["q"]))
     del keep

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from rawflash.backends.numba_cpu.launch import compiled, describe, run, source_stamp, view
+from rawflash.backends.numba_cpu.launch import compiled, describe, for_each_dtype, run, view
 from rawflash.backends.numba_cpu.microkernel import MR, claim, gemm
 from rawflash.backends.numba_cpu.numerics import store_tile
 from rawflash.backends.numba_cpu.tile import (
@@ -30,10 +30,10 @@ from rawflash.problem import Operands, Problem
 from rawflash.tiling import Tiles
 
 
-def _make_kernel(stamp: str):
-    @compiled
+def _make_kernel(stamp: str, dtype: str):
+    @compiled(f"fa2_forward_{dtype}")
     def kernel(counter, worker, call, out, lse):
-        stamp  # noqa: B018  (part of the cache key, see launch.source_stamp)
+        stamp  # noqa: B018  (part of the cache key, see launch.for_each_dtype)
         size = call.size
         real = lse.dtype.type
         one, zero = real(1), real(0)
@@ -106,12 +106,12 @@ def _make_kernel(stamp: str):
     return kernel
 
 
-_kernel = _make_kernel(source_stamp())
+_kernels = for_each_dtype(_make_kernel)
 
 
 def fa2_forward(problem: Problem, tiles: Tiles, x: Operands, out: np.ndarray, lse: np.ndarray) -> None:
     """Write ``out`` and ``lse`` (canonical form) for the rows that exist."""
     call, keep = describe(problem, tiles, x)
     blocks = -(-problem.Tq // tiles.br)
-    run(_kernel, blocks * problem.B * problem.Hq, call, view(out), lse)
+    run(_kernels[problem.compute_dtype], blocks * problem.B * problem.Hq, call, view(out), lse)
     del keep

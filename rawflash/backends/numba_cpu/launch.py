@@ -150,12 +150,11 @@ def describe(problem: Problem, tiles: Tiles, x: Operands) -> tuple[Call, list[np
         real=Reals(problem.scale, problem.softcap or 0.0, 1.0 / (1.0 - problem.dropout)),
         q=view(x.q), k=view(x.k), v=view(x.v),
         bias=_scores(x.bias),
-        slopes=np.zeros((0, 0)) if x.alibi_slopes is None else x.alibi_slopes,
+        slopes=np.zeros((0, 0)) if x.alibi_slopes is None else x.alibi_slopes.copy(),
         sinks=np.zeros(0) if x.sinks is None else x.sinks.astype(np.float64),
-        q_starts=x.q_starts, k_starts=x.k_starts,
-        q_offset=np.ascontiguousarray(x.visibility.q_offset),
-        q_lengths=np.ascontiguousarray(x.visibility.q_lengths),
-        kv_lengths=np.ascontiguousarray(x.visibility.kv_lengths),
+        # Copies: a read-only array of the user's would be another type to Numba, and compile all again.
+        q_starts=x.q_starts.copy(), k_starts=x.k_starts.copy(), q_offset=x.visibility.q_offset.copy(),
+        q_lengths=x.visibility.q_lengths.copy(), kv_lengths=x.visibility.kv_lengths.copy(),
         program=program,
     )  # fmt: skip
     return call, keep
@@ -201,21 +200,36 @@ def run(kernel: Callable[..., None], pieces: int, *arguments: Any) -> None:
                 other.result()
 
 
-def compiled(function: Callable[..., None]) -> Callable[..., None]:
-    """Compile a kernel on its first call; keep the machine code on disk where a folder can be written."""
-    options = {"nogil": True, "error_model": "numpy"}
-    try:
-        return numba.njit(**options, cache=True)(function)
-    except RuntimeError:  # no folder for the cache: compile in every process
-        return numba.njit(**options)(function)
+def compiled(name: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Compile a kernel on its first call; keep the machine code on disk where a folder can be written.
+
+    ``name`` tells the kernel of one compute dtype from that of the other. Each then has a cache file of its own
+    with one signature in it, so processes that compile both at once do not write over each other's entries.
+    """
+
+    def decorate(function: Callable[..., None]) -> Callable[..., None]:
+        function.__name__ = function.__qualname__ = name
+        options = {"nogil": True, "error_model": "numpy"}
+        try:
+            return numba.njit(**options, cache=True)(function)
+        except RuntimeError:  # no folder for the cache: compile in every process
+            return numba.njit(**options)(function)
+
+    return decorate
 
 
-def source_stamp() -> str:
-    """A digest of this folder's sources and the register tile.
+def for_each_dtype(make: Callable[[str, str], Any]) -> dict[str, Any]:
+    """``make(stamp, dtype)`` for both compute dtypes; ``stamp`` is a digest of the sources.
 
     Numba's disk cache looks at the file of a kernel but not at the files of the functions it
-    calls; kernels close over this stamp, which puts it into their cache key.
+    calls; kernels close over the stamp, which puts it into their cache key.
     """
+    stamp = _source_stamp()
+    return {dtype: make(stamp, dtype) for dtype in ("float32", "float64")}
+
+
+def _source_stamp() -> str:
+    """A digest of this folder's sources and the register tile."""
     digest = hashlib.sha256(repr((numba.__version__, _register_tile())).encode())
     for path in sorted(Path(__file__).parent.glob("*.py")):
         digest.update(path.read_bytes())
@@ -229,10 +243,10 @@ def _register_tile() -> Any:
 
 
 def contiguous_statistic(problem: Problem, statistic: np.ndarray | None, x: Operands) -> np.ndarray:
-    """lse or dlse as a contiguous array (S, Hq, Tq) of the compute dtype; zeros when it was not passed."""
+    """lse or dlse as a contiguous writable array (S, Hq, Tq) of the compute dtype; zeros when it was not passed."""
     if statistic is None:
         return np.zeros(x.q.shape[:3], problem.compute_dtype)
-    return np.ascontiguousarray(statistic, dtype=problem.compute_dtype)
+    return np.require(statistic, problem.compute_dtype, ["C", "A", "W"])
 
 
 def sink_gradient(problem: Problem, x: Operands, lse: np.ndarray, dlse: np.ndarray) -> np.ndarray:

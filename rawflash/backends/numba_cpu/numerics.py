@@ -302,33 +302,42 @@ _BLOCK = 8
 _PANEL = 64
 
 
-def _row_loader(dtype, decode):
-    @_helper
+def _named(function, name):
+    """Compile a closure under a name of its own.
+
+    Kernels are cached on disk one by one, and Numba tells closures of one name apart only by a number that it
+    counts anew in each process. Loaded side by side, two kernels that were compiled in different processes would
+    share the first closure of a number: a float16 row stored as bfloat16. Names of their own keep them apart.
+    """
+    function.__name__ = function.__qualname__ = name
+    return _helper(function)
+
+
+def _row_loader(name, dtype, decode):
     def load_row(target, source, n, factor):
         for x in range(n):
             write(target, x, type(factor)(factor * decode(read(source, x, dtype))))
 
-    return load_row
+    return _named(load_row, f"load_row_{name}")
 
 
-def _row_storer(encode):
-    @_helper
+def _row_storer(name, encode):
     def store_row(target, source, n, dtype):
         for x in range(n):
             write(target, x, encode(read(source, x, dtype)))
 
-    return store_row
+    return _named(store_row, f"store_row_{name}")
 
 
-_load_row_float32 = _row_loader(np.float32, np.float32)
-_load_row_float64 = _row_loader(np.float64, np.float64)
-_load_row_float16 = _row_loader(np.uint16, float16_to_float32)
-_load_row_bfloat16 = _row_loader(np.uint16, bfloat16_to_float32)
+_load_row_float32 = _row_loader("float32", np.float32, np.float32)
+_load_row_float64 = _row_loader("float64", np.float64, np.float64)
+_load_row_float16 = _row_loader("float16", np.uint16, float16_to_float32)
+_load_row_bfloat16 = _row_loader("bfloat16", np.uint16, bfloat16_to_float32)
 
-_store_row_float32 = _row_storer(np.float32)
-_store_row_float64 = _row_storer(np.float64)
-_store_row_float16 = _row_storer(float32_to_float16)
-_store_row_bfloat16 = _row_storer(float32_to_bfloat16)
+_store_row_float32 = _row_storer("float32", np.float32)
+_store_row_float64 = _row_storer("float64", np.float64)
+_store_row_float16 = _row_storer("float16", float32_to_float16)
+_store_row_bfloat16 = _row_storer("bfloat16", float32_to_bfloat16)
 
 
 @_helper
