@@ -79,7 +79,7 @@ def _make_kernel(stamp: str, dtype: str):
                     if kind == EMPTY:
                         continue
                     # Load Q_i; S = Q K^T
-                    load_rows(Q, 1, ld, call.q, call.q_starts[b], b, h, i0, n_i, d, real(call.real.scale))
+                    load_rows(Q, 1, ld, call.q, call.q_starts[b], b, h, i0, n_i, d, one)
                     gemm(K, 0, d, 1, Q, 0, ld, S, 0, ld, n_j, n_i, d, False)
                     finish_scores(call, S, ld, kind, band == PARTIAL, b, h, i0, n_i, j0, n_j, True, seen, no_cap)
                     # P = exp(S - m), l_new = alpha l + rowsum(P)

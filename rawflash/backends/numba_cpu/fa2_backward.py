@@ -27,6 +27,7 @@ from rawflash.backends.numba_cpu.launch import (
 from rawflash.backends.numba_cpu.microkernel import claim
 from rawflash.backends.numba_cpu.numerics import store_tile
 from rawflash.backends.numba_cpu.tile import (
+    add_query_gradient,
     backward_step,
     gamma_rows,
     load_keys,
@@ -107,10 +108,7 @@ def _make_kernels(stamp: str, dtype: str):
                                 call, w, kind, band == PARTIAL, b, h, i0, n_i, j0, n_j, dbias, dbias_strides
                             )
                             # dQ_i += dS K
-                            for r in range(n_i):
-                                target, source = dQ[i0 + r], w.dQ[r * w.ldd : r * w.ldd + d]
-                                for x in range(d):
-                                    target[x] += source[x]
+                            add_query_gradient(call, w, dQ, i0, n_i)
                     # Store dK_j, dV_j
                     store_keys(call, w, dk, dv, b, hkv, j0, n_j)
 

@@ -62,7 +62,7 @@ def _make_kernel(stamp: str, dtype: str):
             if n_i <= 0:
                 continue
             # Load Q_i; O_i = 0, l = 0, m = -inf
-            load_rows(Q, 1, ld, call.q, call.q_starts[b], b, h, i0, n_i, d, real(call.real.scale))
+            load_rows(Q, 1, ld, call.q, call.q_starts[b], b, h, i0, n_i, d, one)
             O[:] = zero
             m[:] = -np.inf
             l[:] = zero

@@ -60,6 +60,7 @@ def target_features() -> str:
 SHAPE = register_tile(target_features())
 MR = SHAPE.rows
 NR = {np.dtype(t): SHAPE.columns(t) for t in (np.float32, np.float64)}
+_LONGEST_SUM = 64  # products added one after the other before the sum is added to C
 _ROW_BYTES = SHAPE.vectors * SHAPE.vector_bytes  # of one row of a register tile, whatever the element
 
 
@@ -116,6 +117,7 @@ def register_tile_product(typingctx, A, a, a_row, a_col, B, b, b_row, C, c, c_ro
             return builder.mul(index(r), stride)
 
         rows, vectors = range(SHAPE.rows), range(SHAPE.vectors)
+        alone_or_together: list = []
         A_rows = [
             _element_pointer(context, builder, A_type, A, builder.add(a, times(r, a_row))) for r in rows
         ]
@@ -124,20 +126,8 @@ def register_tile_product(typingctx, A, a, a_row, a_col, B, b, b_row, C, c, c_ro
         C_tile = [vector_pointer(shifted(C_base, times(r, c_row)), v) for r in rows for v in vectors]
 
         entry = builder.block
-        read, test, step, write = map(builder.append_basic_block, ("read", "test", "step", "write"))
-        builder.cbranch(cgutils.as_bool_bit(builder, accumulate), read, test)
-
-        # C is read only when asked for: it may be fresh memory that holds NaN.
-        builder.position_at_end(read)
-        present = [builder.load(pointer, align=size) for pointer in C_tile]
-        builder.branch(test)
-
-        builder.position_at_end(test)
-        start = [builder.phi(vector) for _ in C_tile]
-        for phi, value in zip(start, present):
-            phi.add_incoming(vector(None), entry)
-            phi.add_incoming(value, read)
-        builder.cbranch(builder.icmp_signed(">", k, index(0)), step, write)
+        step, end, add, write = map(builder.append_basic_block, ("step", "end", "add", "write"))
+        builder.cbranch(builder.icmp_signed(">", k, index(0)), step, end)
 
         # A rank-1 update: a row of B in registers, one broadcast of A for each row of the tile.
         builder.position_at_end(step)
@@ -151,16 +141,32 @@ def register_tile_product(typingctx, A, a, a_row, a_col, B, b, b_row, C, c, c_ro
         products = [(A_t[r], B_t[v]) for r in rows for v in vectors]
         updated = [builder.call(fma, [*factors, total]) for factors, total in zip(products, sums)]
         following = builder.add(t, index(1))
-        builder.cbranch(builder.icmp_signed("<", following, k), step, write)
-        for phi, first, later in [(t, index(0), following), *zip(sums, start, updated)]:
-            phi.add_incoming(first, test)
+        builder.cbranch(builder.icmp_signed("<", following, k), step, end)
+        zero = vector(None)
+        for phi, first, later in [(t, index(0), following), *((total, zero, new) for total, new in zip(sums, updated))]:
+            phi.add_incoming(first, entry)
             phi.add_incoming(later, step)
 
-        builder.position_at_end(write)
-        results = [builder.phi(vector) for _ in C_tile]
-        for phi, first, last, pointer in zip(results, start, updated, C_tile):
-            phi.add_incoming(first, test)
+        builder.position_at_end(end)
+        products_of_k = [builder.phi(vector) for _ in C_tile]
+        for phi, last in zip(products_of_k, updated):
+            phi.add_incoming(zero, entry)
             phi.add_incoming(last, step)
+        builder.cbranch(cgutils.as_bool_bit(builder, accumulate), add, write)
+
+        # C is read only when asked for: it may be fresh memory that holds NaN. It is added at the end, so that the
+        # rounding error of a long sum grows with the length of its parts, not with its own.
+        builder.position_at_end(add)
+        added = [builder.fadd(builder.load(p, align=size), total) for p, total in zip(C_tile, products_of_k)]
+        builder.branch(write)
+
+        builder.position_at_end(write)
+        for alone, together, pointer in zip(products_of_k, added, C_tile):
+            phi = builder.phi(vector)
+            phi.add_incoming(alone, end)
+            phi.add_incoming(together, add)
+            alone_or_together.append((phi, pointer))
+        for phi, pointer in alone_or_together:  # all phis of a block stand before its first store
             builder.store(phi, pointer, align=size)
         return context.get_dummy_value()
 
@@ -184,9 +190,12 @@ def gemm(A, a, a_row, a_col, B, b, b_row, C, c, c_row, m, n, k, accumulate):
     columns = _ROW_BYTES // C.itemsize
     for x in range(0, n, columns):  # this panel of B stays in L1 while the rows of A stream past it
         for r in range(0, m, MR):
-            register_tile_product(
-                A, a + r * a_row, a_row, a_col, B, b + x, b_row, C, c + r * c_row + x, c_row, k, accumulate
-            )
+            at = c + r * c_row + x
+            for t in range(0, max(k, 1), _LONGEST_SUM):
+                register_tile_product(
+                    A, a + r * a_row + t * a_col, a_row, a_col, B, b + t * b_row + x, b_row, C, at, c_row,
+                    min(k - t, _LONGEST_SUM), accumulate or t > 0,
+                )  # fmt: skip
 
 
 @intrinsic

@@ -43,12 +43,12 @@ def lanes_of(rows, itemsize):
 def lanes_in_band(call, b, i0, n_i, j0, n_j, itemsize):
     """Queries on the lanes: those ``[first, stop)`` that the band lets see any of keys ``j0 : j0 + n_j``.
 
-    ``first`` is rounded down to a whole register tile.
+    Both are rounded to whole register tiles: `gemm` adds to all lanes of one, so all of them must be masked.
     """
     columns = _ROW_BYTES // itemsize
     low, high = query_range(call, b, j0, j0 + n_j)
     first = max(0, min(low - i0, n_i)) // columns * columns
-    return first, max(0, min(high - i0, n_i))
+    return first, min(padded(max(0, high - i0), columns), n_i)
 
 
 @_helper
@@ -70,11 +70,13 @@ def _add_bias(call, S, ld, b, h, i0, n_i, j0, n_j, lanes_are_queries):
     base = bias.address + b * bias.b + h * bias.h + i0 * bias.i + j0 * bias.j
     outers, lanes = (n_j, n_i) if lanes_are_queries else (n_i, n_j)
     per_outer, per_lane = (bias.j, bias.i) if lanes_are_queries else (bias.i, bias.j)
+    lowest = S.dtype.type(-np.inf)
     for outer in range(outers):
         row = S[outer * ld : outer * ld + lanes]
         address = base + outer * per_outer
         for x in range(lanes):
-            row[x] += S.dtype.type(load_scalar(address + x * per_lane, bias.code))
+            value = S.dtype.type(load_scalar(address + x * per_lane, bias.code))
+            row[x] = value if value == lowest else row[x] + value  # -inf hides: selected, as a score may be +inf
 
 
 @_helper
@@ -104,12 +106,17 @@ def _cap_scores(S, ld, outers, lanes, cap, derivative):
 
 @_helper
 def finish_scores(call, S, ld, kind, by_band, b, h, i0, n_i, j0, n_j, lanes_are_queries, seen, cap):
-    """From ``scale * q.k`` to what softmax sees: softcap, bias, ALiBi, masking, in this order.
+    """From ``q.k`` to what softmax sees: scale, softcap, bias, ALiBi, masking, in this order.
 
     ``kind`` is the tile's class, ``by_band`` whether the band cuts through it; ``cap`` receives the
     derivative of the softcap unless it is empty.
     """
     outers, lanes = (n_j, n_i) if lanes_are_queries else (n_i, n_j)
+    scale = S.dtype.type(call.real.scale)
+    for outer in range(outers):
+        row = S[outer * ld : outer * ld + lanes]
+        for x in range(lanes):
+            row[x] *= scale
     if call.real.softcap > 0:
         _cap_scores(S, ld, outers, lanes, S.dtype.type(call.real.softcap), cap)
     if call.bias.code != ABSENT:
@@ -290,8 +297,8 @@ class Work(NamedTuple):
 
     Q: np.ndarray  # (br, ldd)
     dO: np.ndarray  # (br, ldv)
-    K: np.ndarray  # (bc, ldd), times scale
-    KT: np.ndarray  # (d, ldc), times scale
+    K: np.ndarray  # (bc, ldd)
+    KT: np.ndarray  # (d, ldc)
     VT: np.ndarray  # (dv, ldc)
     P: np.ndarray  # (br, ldc): S, then P
     dS: np.ndarray  # (br, ldc): dP, then dS
@@ -332,10 +339,10 @@ def make_work(call, zero):
 
 @_helper
 def load_keys(call, w, b, h, j0, n_j, one):
-    """Load K (twice: by rows and transposed, times scale) and V (transposed); clear dK and dV."""
-    start, scale = call.k_starts[b], type(one)(call.real.scale)
-    load_rows(w.K, w.ldd, 1, call.k, start, b, h, j0, n_j, call.size.d, scale)
-    load_rows(w.KT, 1, w.ldc, call.k, start, b, h, j0, n_j, call.size.d, scale)
+    """Load K (twice: by rows and transposed) and V (transposed); clear dK and dV."""
+    start = call.k_starts[b]
+    load_rows(w.K, w.ldd, 1, call.k, start, b, h, j0, n_j, call.size.d, one)
+    load_rows(w.KT, 1, w.ldc, call.k, start, b, h, j0, n_j, call.size.d, one)
     load_rows(w.VT, 1, w.ldc, call.v, start, b, h, j0, n_j, call.size.dv, one)
     w.dK[:] = 0
     w.dV[:] = 0
@@ -369,6 +376,16 @@ def backward_step(call, w, kind, by_band, b, h, i0, n_i, j0, n_j, dbias, dbias_s
     # dK += dS^T Q, dQ = dS K
     gemm(w.dS, 0, 1, ldc, w.Q, 0, ldd, w.dK, 0, ldd, n_j, d, n_i, True)
     gemm(w.dS, 0, ldc, 1, w.K, 0, ldd, w.dQ, 0, ldd, n_i, d, n_j, False)
+
+
+@_helper
+def add_query_gradient(call, w, dQ, i0, n_i):
+    """dQ_i += scale * (the pair's share that `backward_step` left)."""
+    scale = w.dQ.dtype.type(call.real.scale)
+    for r in range(n_i):
+        target, source = dQ[i0 + r], w.dQ[r * w.ldd : r * w.ldd + call.size.d]
+        for x in range(call.size.d):
+            target[x] += scale * source[x]
 
 
 @_helper
