@@ -40,8 +40,8 @@ __all__ = ["Reference", "allowed_error", "error_ratio", "errors", "reference", "
 UNIT_ROUNDOFF = {"float16": 2.0**-11, "bfloat16": 2.0**-8, "float32": 2.0**-24, "float64": 2.0**-53}
 #: Numbers up to this size may come out as 0.
 UNDERFLOW = {"float16": 2.0**-24, "bfloat16": 2.0**-126, "float32": 2.0**-126, "float64": 2.0**-1022}
-#: Of fewer elements than this the largest error is luck, not a measure: all of one dense evaluation may happen to
-#: round the right way. Half a unit roundoff of A, what one rounding of P, dS or O to the dtype does, stands in.
+#: E is a sample: in fewer rows than this one dense evaluation may happen to round the right way (all gradients of a
+#: row share the rounding of its O). Half a unit roundoff of A, what one rounding of P, dS or O does, stands in then.
 FEW = 256
 #: float64 kernels are within this of the oracle, times A.
 FLOAT64_BOUND = 1e-12
@@ -173,7 +173,7 @@ def reference(
             with np.errstate(invalid="ignore"):  # -inf - -inf
                 E: Any = _largest(_round(rounded[name], dtypes[name]) - exact[name])
             A = 1.0 if name == "lse" else size[name]
-            if name != "lse" and exact[name].size < FEW:
+            if name != "lse" and exact["lse"].size < FEW:
                 E = np.maximum(E, eps / 2 * A)
             bound = (
                 2.0 * E

@@ -121,7 +121,7 @@ def attention(case, mistake=None):
 
 
 PROBLEM = dict(B=1, Hq=4, Hkv=2, Tq=20, Tk=29, d=8, dv=5)
-EVERYTHING = dict(causal=True, window=(13, 4), dropout=0.3, sinks=np.array([0.5, -1, 2, 0.0]))
+EVERYTHING = dict(causal=True, window=(13, 4), dropout=0.3, sinks=np.array([0.5, -1, 2, 0.0], np.float32))
 # The mistake, the options that bring it to light, and the results that must be rejected.
 MISTAKES = {
     "no rescale": ({}, {"out", "lse"}),
@@ -141,7 +141,7 @@ MISTAKES = {
     "head mapping": ({}, {"out", "lse", "dq", "dk", "dv"}),
     "last head of a group wins": ({}, {"dk", "dv"}),
     "lse in base 2": ({}, {"lse"}),
-    "sink left out of lse": (dict(sinks=np.array([0.5, -1, 2, 0.0])), {"lse"}),
+    "sink left out of lse": (dict(sinks=np.array([0.5, -1, 2, 0.0], np.float32)), {"lse"}),
 }
 
 

@@ -3,12 +3,10 @@
 Comparisons are of bits unless a test says otherwise: what is not read cannot change even the last one.
 """
 
-import gc
 
 import numpy as np
 import pytest
 from hypothesis import given, note
-from numba.core.dispatcher import Dispatcher
 from strategies import DTYPES, problems, varlen_problems
 from test_forward import KERNELS, half_hidden, half_visible, kernels, make, normal
 from test_properties import all_of
@@ -432,24 +430,3 @@ def test_calls_do_not_leave_state_behind(backend, algorithm):
     big.q[:] = big.v[:] = np.nan
     all_of(big)
     equal(all_of(small), first)
-
-
-# ---- compiled code ----------------------------------------------------------------------------------
-
-
-def test_no_two_compiled_functions_share_a_name():
-    """Numba links what it finds in its disk cache by qualified name and a number that counts per process.
-
-    Two functions of one name, closures of one factory for example, may then stand in for each other when
-    kernels that different processes compiled meet in a third: bfloat16 read as float32, past the array's end.
-    """
-    rf.attention(np.ones((2, 2)), np.ones((2, 2)), np.ones((2, 2)), backend="numba_cpu")
-    named = {}
-    for item in gc.get_objects():
-        if isinstance(item, Dispatcher) and item.py_func.__module__.startswith("rawflash"):
-            function = item.py_func
-            named.setdefault((function.__module__, function.__qualname__), set()).add(function)
-    assert len(named) > 20, "the kernels were not found"
-    shared = {qualname for (_, qualname), functions in named.items() if len(functions) > 1}
-    # The two of exp take float32 and float64, and the types of the arguments are part of the linker's name.
-    assert shared <= {"_exp_for.<locals>.exp_of_format"}
