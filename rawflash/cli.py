@@ -106,7 +106,7 @@ def _parser() -> argparse.ArgumentParser:
     demo.add_argument(
         "--tokens", type=_positive, default=1024, help="bytes of the text to attend over (default 1024)"
     )
-    demo.add_argument("--heads", type=_positive, default=8, help="heads (default 8)")
+    demo.add_argument("--heads", type=_positive, default=4, help="heads (default 4)")
     demo.add_argument("--dim", type=_positive, default=64, help="head dimension (default 64)")
     demo.add_argument("--seed", type=int, default=0, help="seed of the projections (default 0)")
     demo.add_argument("--backends", type=_names, default=None, metavar="A,B", help="only these backends")
@@ -448,16 +448,15 @@ def _gpu_names() -> list[str]:
     return names
 
 
-def _compiled_functions(algorithm: str) -> Iterator[Any]:
-    """The compiled functions of a numba_cpu algorithm that keep their code on disk."""
-    for direction in DIRECTIONS:
-        try:
-            module = import_module(f"rawflash.backends.numba_cpu.{algorithm}_{direction}")
-        except (ImportError, RuntimeError):
-            continue
-        yield from (
-            value for value in vars(module).values() if hasattr(value, "stats") and hasattr(value, "py_func")
-        )
+def _compiled_functions(algorithm: str) -> list[Any]:
+    """The kernels of a numba_cpu algorithm; none where they do not load."""
+    try:
+        for direction in DIRECTIONS:
+            import_module(f"rawflash.backends.numba_cpu.{algorithm}_{direction}")
+        from rawflash.backends.numba_cpu.launch import KERNELS
+    except (ImportError, RuntimeError):
+        return []
+    return [kernel for name, kernel in KERNELS.items() if name.startswith(algorithm)]
 
 
 def _cache_folders(algorithm: str) -> set[str]:
@@ -556,7 +555,7 @@ def _demo(options: argparse.Namespace) -> int:
     steps = 2 + 2 * len(present)
     start = time.perf_counter()
     results = {}
-    with _Progress(steps) as progress, _compiling(compiled, options.dim) as compiler:
+    with _Progress(steps) as progress, _compiling(compiled, options.dim) as compilers:
         compiling = "numba_cpu: compiling, first time only"
         progress.step("the oracle: dense float64" + f"; {compiling}" * bool(compiled))
         lengths = {_tokens(backend, len(text)) for backend, _ in present}
@@ -567,7 +566,7 @@ def _demo(options: argparse.Namespace) -> int:
                 case = cases[_tokens(backend, len(text))]
                 results[backend, algorithm] = _check_kernel(backend, algorithm, case)
         progress.step(compiling if compiled else "nothing to compile")
-        compile_text = _finish_compiling(compiler, start) if compiled else None
+        compile_text = _finish_compiling(compilers, start) if compiled else None
         for backend, algorithm in present:
             if backend != "numpy_tiled":
                 progress.step(f"{backend} {algorithm}: loading its compiled code, checking")
@@ -724,20 +723,24 @@ def _time_kernel(lines: list[_Line], case: _Case) -> None:
         line.seconds = min(times)
 
 
-def _small_call(options: dict[str, Any], d: int) -> None:
-    """Forward and backward on few tokens, which compiles every kernel of an algorithm for float32."""
+def _small_call(options: dict[str, Any], d: int, directions: Sequence[str] = DIRECTIONS) -> None:
+    """Calls on few tokens, which compile the kernels of an algorithm for float32."""
     x = np.zeros((1, 1, WARM_TOKENS, d), np.float32)
-    out, lse = api.attention(x, x, x, return_lse=True, **options)
-    api.attention_backward(x, x, x, x, out, lse, **options)
+    if "forward" in directions:
+        api.attention(x, x, x, **options)
+    if "backward" in directions:
+        api.attention_backward(x, x, x, x, x, np.zeros(x.shape[:3], np.float32), **options)
 
 
-def compile_ahead(algorithms: Sequence[str], d: int) -> int:
+def compile_ahead(algorithms: Sequence[str], direction: str, d: int) -> int:
     """Compile the numba_cpu kernels of some algorithms for float32 into the cache on disk.
 
     Parameters
     ----------
     algorithms : sequence of {"fa1", "fa2"}
         In one process, because the second then compiles only what it does not share with the first.
+    direction : {"forward", "backward"}
+        The two share little: each has a process of its own.
     d : int
         Head dimension of the call that is made to compile them.
 
@@ -747,40 +750,42 @@ def compile_ahead(algorithms: Sequence[str], d: int) -> int:
         Functions compiled; 0 when all were in the cache.
     """
     for algorithm in algorithms:
-        _small_call({"causal": True, "backend": "numba_cpu", "algorithm": algorithm}, d)
+        _small_call({"causal": True, "backend": "numba_cpu", "algorithm": algorithm}, d, (direction,))
     functions = (function for algorithm in algorithms for function in _compiled_functions(algorithm))
     return sum(sum(function.stats.cache_misses.values()) for function in functions)
 
 
 @contextlib.contextmanager
-def _compiling(algorithms: Sequence[str], d: int) -> Iterator[subprocess.Popen[str] | None]:
-    """A process of its own that fills the cache, while this one works on something else.
+def _compiling(algorithms: Sequence[str], d: int) -> Iterator[list[subprocess.Popen[str]]]:
+    """Processes of their own that fill the cache, while this one works on something else.
 
-    A demo that is interrupted ends it. One that fails is no harm: the demo then compiles itself.
+    A demo that is interrupted ends them. One that fails is no harm: the demo then compiles itself.
     """
-    process = None
-    if algorithms:
-        code = f"from rawflash.cli import compile_ahead; print(compile_ahead({tuple(algorithms)!r}, {d}))"
-        environment = os.environ | {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
+    processes: list[subprocess.Popen[str]] = []
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
+    for direction in DIRECTIONS if algorithms else ():
+        call = f"compile_ahead({tuple(algorithms)!r}, {direction!r}, {d})"
         with contextlib.suppress(OSError):
             process = subprocess.Popen(
-                [sys.executable, "-P", "-c", code], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL, text=True, env=environment, start_new_session=True,
+                [sys.executable, "-P", "-c", f"from rawflash.cli import compile_ahead; print({call})"],
+                stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
+                env=environment, start_new_session=True,
             )  # fmt: skip
+            processes.append(process)
     try:
-        yield process
+        yield processes
     finally:
-        if process is not None:
+        for process in processes:
             process.terminate()  # nothing to end when it is done
             process.wait()
             if process.stdout is not None:
                 process.stdout.close()
 
 
-def _finish_compiling(process: subprocess.Popen[str] | None, start: float) -> str:
-    """Wait for the compiler; a sentence on what it did."""
-    output = "" if process is None else process.communicate()[0]
-    if output.strip() == "0":
+def _finish_compiling(processes: list[subprocess.Popen[str]], start: float) -> str:
+    """Wait for the compilers; a sentence on what they did."""
+    outputs = [process.communicate()[0].strip() for process in processes]
+    if outputs and set(outputs) == {"0"}:
         return "numba_cpu: its compiled code was in the cache on disk"
     seconds = time.perf_counter() - start
     return f"numba_cpu: compiled in {seconds:.0f} s, first time only; 'rawflash info' says where it is kept"

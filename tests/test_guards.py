@@ -3,6 +3,7 @@
 Comparisons are of bits unless a test says otherwise: what is not read cannot change even the last one.
 """
 
+import gc
 
 import numpy as np
 import pytest

@@ -200,6 +200,10 @@ def run(kernel: Callable[..., None], pieces: int, *arguments: Any) -> None:
                 other.result()
 
 
+#: Every kernel that has been loaded, by name: where its code is kept and whether it was compiled can be asked.
+KERNELS: dict[str, Any] = {}
+
+
 def compiled(name: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Compile a kernel on its first call; keep the machine code on disk where a folder can be written.
 
@@ -211,9 +215,10 @@ def compiled(name: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
         function.__name__ = function.__qualname__ = name
         options = {"nogil": True, "error_model": "numpy"}
         try:
-            return numba.njit(**options, cache=True)(function)
+            KERNELS[name] = numba.njit(**options, cache=True)(function)
         except RuntimeError:  # no folder for the cache: compile in every process
-            return numba.njit(**options)(function)
+            KERNELS[name] = numba.njit(**options)(function)
+        return KERNELS[name]
 
     return decorate
 
