@@ -60,7 +60,9 @@ def target_features() -> str:
 SHAPE = register_tile(target_features())
 MR = SHAPE.rows
 NR = {np.dtype(t): SHAPE.columns(t) for t in (np.float32, np.float64)}
-_LONGEST_SUM = 64  # products added one after the other before the sum is added to C
+# Products added one after the other before the sum is added to C. An error in a score is multiplied by everything
+# that softmax makes of it, so its sums are kept short; elsewhere the parts are as long as is fast.
+LONGEST_SUM, LONGEST_SCORE_SUM = 64, 16
 _ROW_BYTES = SHAPE.vectors * SHAPE.vector_bytes  # of one row of a register tile, whatever the element
 
 
@@ -174,11 +176,12 @@ def register_tile_product(typingctx, A, a, a_row, a_col, B, b, b_row, C, c, c_ro
 
 
 @njit(nogil=True, error_model="numpy")
-def gemm(A, a, a_row, a_col, B, b, b_row, C, c, c_row, m, n, k, accumulate):
+def gemm(A, a, a_row, a_col, B, b, b_row, C, c, c_row, m, n, k, accumulate, longest=LONGEST_SUM):
     """C[c + r c_row + x] = (accumulate ? itself : 0) + sum_t A[a + r a_row + t a_col] B[b + t b_row + x].
 
     r < m, x < n, t < k, on 1-D arrays of one dtype (float32 or float64). A may be strided in both directions,
-    which is how a caller asks for its transpose; B and C have contiguous rows. k = 0 fills C with zeros, or
+    which is how a caller asks for its transpose; B and C have contiguous rows. At most `longest` products are
+    added one after the other, then those sums. k = 0 fills C with zeros, or
     leaves it as it is when accumulating.
 
     Padding: with M = m rounded up to a multiple of MR and N = n rounded up to a multiple of NR, all of A's
@@ -191,10 +194,10 @@ def gemm(A, a, a_row, a_col, B, b, b_row, C, c, c_row, m, n, k, accumulate):
     for x in range(0, n, columns):  # this panel of B stays in L1 while the rows of A stream past it
         for r in range(0, m, MR):
             at = c + r * c_row + x
-            for t in range(0, max(k, 1), _LONGEST_SUM):
+            for t in range(0, max(k, 1), longest):
                 register_tile_product(
                     A, a + r * a_row + t * a_col, a_row, a_col, B, b + t * b_row + x, b_row, C, at, c_row,
-                    min(k - t, _LONGEST_SUM), accumulate or t > 0,
+                    min(k - t, longest), accumulate or t > 0,
                 )  # fmt: skip
 
 
