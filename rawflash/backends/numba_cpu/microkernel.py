@@ -62,7 +62,7 @@ MR = SHAPE.rows
 NR = {np.dtype(t): SHAPE.columns(t) for t in (np.float32, np.float64)}
 # Products added one after the other before the sum is added to C. An error in a score is multiplied by everything
 # that softmax makes of it, so its sums are kept short; elsewhere the parts are as long as is fast.
-LONGEST_SUM, LONGEST_SCORE_SUM = 64, 16
+LONGEST_SUM, LONGEST_SCORE_SUM = 64, 12
 _ROW_BYTES = SHAPE.vectors * SHAPE.vector_bytes  # of one row of a register tile, whatever the element
 
 
