@@ -15,9 +15,10 @@ So a tolerance is never a decimal that somebody chose: it follows from the array
 
 Details that the formula leaves open, decided here:
 
-- ``E`` is a sample. In a 16-bit call of fewer than :data:`FEW` rows it is at least ``eps / 2 A`` for all results but
-  lse: one dense evaluation may happen to round the right way there, as all gradients of a row share the rounding
-  of its O.
+- Where P and dS are rounded to 16 bits, kernels differ in what they round: P, P times its denominator, P relative to
+  the maximum so far, with or without the scale. All are multiples of one another, and rounding is one for every
+  multiple between two powers of two. ``E`` is the largest error over the :data:`MULTIPLES`: one evaluation alone
+  may happen to round the right way in a small call, as all gradients of a row share the rounding of its O.
 - Below the smallest normal number a dtype has no relative accuracy, so that number (float16: its
   smallest subnormal, since no hardware flushes those) is added to every bound.
 - An overflow of the baseline says nothing; ``E`` runs over the elements where it is finite.
@@ -43,8 +44,8 @@ __all__ = ["Reference", "allowed_error", "error_ratio", "errors", "reference", "
 UNIT_ROUNDOFF = {"float16": 2.0**-11, "bfloat16": 2.0**-8, "float32": 2.0**-24, "float64": 2.0**-53}
 #: Numbers up to this size may come out as 0.
 UNDERFLOW = {"float16": 2.0**-24, "bfloat16": 2.0**-126, "float32": 2.0**-126, "float64": 2.0**-1022}
-#: Rows below which E says little of a 16-bit call, see above.
-FEW = 256
+#: The baseline of a 16-bit call rounds each of these multiples of P and dS, see above.
+MULTIPLES = tuple(2.0 ** (i / 8) for i in range(8))
 #: float64 kernels are within this of the oracle, times A.
 FLOAT64_BOUND = 1e-12
 
@@ -125,9 +126,11 @@ def reference(
     call = oracle.Call(q, k, v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, **options)
     dO = None if dout is None else call.four_axes(np.asarray(dout))
     dL = call.zeros("lse") if dlse is None else call.lse_axes(dlse)
-    exact, rounded, size = ({name: call.zeros(name.removeprefix("d")) for name in names} for _ in range(3))
-    exact["lse"] -= np.inf
-    rounded["lse"] -= np.inf
+    multiples = {"float64": (), "float32": (1.0,)}.get(dtype, MULTIPLES)  # only 16 bits round P at all
+    exact, size, *baselines = (
+        {name: call.zeros(name.removeprefix("d")) - (np.inf if name == "lse" else 0.0) for name in names}
+        for _ in range(2 + len(multiples))
+    )
     largest_score = 0.0
 
     for x in call.heads():
@@ -148,8 +151,8 @@ def reference(
         results = [(exact, {"out": f.O, "lse": f.lse}), (size, _absolute_head(x, f, head_dO, head_dL))]
         if head_dO is not None:
             results.append((exact, _named(oracle.backward_head(x, f, head_dO, head_dL))))
-        if dtype != "float64":
-            results.append((rounded, _baseline_head(x, head_dO, head_dL, dtype)))
+        for baseline, multiple in zip(baselines, multiples):
+            results.append((baseline, _baseline_head(x, head_dO, head_dL, dtype, multiple)))
         for collected, head in results:
             for name in names:
                 if name in head:
@@ -158,9 +161,9 @@ def reference(
                     else:  # key heads, sinks: summed over heads and sequences
                         collected[name][places[name]] += head[name]
 
-    exact, rounded, size = (
+    exact, size, *baselines = (
         {name: call.restore(name.removeprefix("d"), a) for name, a in collected.items()}
-        for collected in (exact, rounded, size)
+        for collected in (exact, size, *baselines)
     )
     allowed = {}
     for name in names:
@@ -173,10 +176,8 @@ def reference(
                 bound = bound + UNIT_ROUNDOFF[dtypes[name]] * np.abs(exact[name])
         else:
             with np.errstate(invalid="ignore"):  # -inf - -inf
-                E: Any = _largest(_round(rounded[name], dtypes[name]) - exact[name])
+                E = max(_largest(_round(baseline[name], dtypes[name]) - exact[name]) for baseline in baselines)
             A = 1.0 if name == "lse" else size[name]
-            if name != "lse" and dtype != "float32" and exact["lse"].size < FEW:
-                E = np.maximum(E, eps / 2 * A)
             bound = (
                 2.0 * E
                 + eps * _largest(exact[name])
@@ -273,9 +274,9 @@ def unit_roundoff(dtype: npt.DTypeLike) -> float:
 
 
 def _baseline_head(
-    x: SimpleNamespace, dO: np.ndarray | None, dlse: np.ndarray, dtype: str
+    x: SimpleNamespace, dO: np.ndarray | None, dlse: np.ndarray, dtype: str, multiple: float
 ) -> dict[str, np.ndarray]:
-    """One head as a kernel would round it: float32 throughout; P, dS and O to ``dtype``.
+    """One head as a kernel would round it: float32 throughout; O and ``multiple`` times P and dS to ``dtype``.
 
     The backward pass starts, as a kernel does, from the rounded O and the float32 lse. Results are not
     yet rounded: heads that share a key head are added first.
@@ -283,6 +284,9 @@ def _baseline_head(
 
     def rounded(array: np.ndarray) -> np.ndarray:
         return _round(array, dtype).astype(np.float32)
+
+    def in_product(array: np.ndarray) -> np.ndarray:
+        return rounded(array * f32(multiple)) / f32(multiple)
 
     f32 = np.float32
     Q, K, V, bias, distance = (a.astype(f32) for a in (x.Q, x.K, x.V, x.bias, x.distance))
@@ -301,7 +305,7 @@ def _baseline_head(
         lse = m + np.log(total)
         Z = np.where(x.keep, keep_scale, f32(0))
         P = np.where(x.visible, exp_S / total[:, None], f32(0))
-        O = rounded(P * Z) @ V
+        O = in_product(P * Z) @ V
         results = {"out": O, "lse": lse}
         if dO is not None:
             dO, dlse, O = dO.astype(f32), dlse.astype(f32), rounded(O)
@@ -310,11 +314,11 @@ def _baseline_head(
             gamma = (dO * O).sum(axis=1)
             dP = np.where(x.keep, (dO @ V.T) * Z, f32(0))
             dS = np.where(x.visible, P * (dP - gamma[:, None] + dlse[:, None]), f32(0))
-            dQK = rounded(np.where(x.visible, dS * (1 - tanh**2), f32(0)))
+            dQK = in_product(np.where(x.visible, dS * (1 - tanh**2), f32(0)))
             results |= {
                 "dq": scale * (dQK @ K),
                 "dk": scale * (dQK.T @ Q),
-                "dv": rounded(P * Z).T @ dO,
+                "dv": in_product(P * Z).T @ dO,
                 "dbias": dS,
                 "dsinks": (P_sink * (dlse - gamma)).sum(),
             }

@@ -160,10 +160,7 @@ AWKWARD = {
 @cache
 def awkward(name, dtype):
     """A call of the table and its reference, made once for all kernels."""
-    options = dict(AWKWARD[name])
-    if dtype == "float64" and name == "scores near 1e4":
-        options["size"] /= 10  # near 1e3: the rounding of one float64 score of 1e4 is the whole bound, 1e-12
-    case = make(dtype=dtype, **options)
+    case = make(dtype=dtype, **AWKWARD[name])
     return case, case.reference()
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import numpy as np
 
 from rawflash.backends.numba_cpu.launch import compiled, describe, for_each_dtype, run, view
-from rawflash.backends.numba_cpu.microkernel import LONGEST_SCORE_SUM, MR, claim, gemm
+from rawflash.backends.numba_cpu.microkernel import MR, claim, gemm, longest_score_sum
 from rawflash.backends.numba_cpu.numerics import store_tile
 from rawflash.backends.numba_cpu.tile import (
     apply_dropout,
@@ -80,7 +80,7 @@ def _make_kernel(stamp: str, dtype: str):
                         continue
                     # Load Q_i; S = Q K^T
                     load_rows(Q, 1, ld, call.q, call.q_starts[b], b, h, i0, n_i, d, one)
-                    gemm(K, 0, d, 1, Q, 0, ld, S, 0, ld, n_j, n_i, d, False, LONGEST_SCORE_SUM)
+                    gemm(K, 0, d, 1, Q, 0, ld, S, 0, ld, n_j, n_i, d, False, longest_score_sum(S))
                     finish_scores(call, S, ld, kind, band == PARTIAL, b, h, i0, n_i, j0, n_j, True, seen, no_cap)
                     # P = exp(S - m), l_new = alpha l + rowsum(P)
                     before[:n_i] = l[block, :n_i]

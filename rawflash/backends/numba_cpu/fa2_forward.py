@@ -11,7 +11,7 @@ from __future__ import annotations
 import numpy as np
 
 from rawflash.backends.numba_cpu.launch import compiled, describe, for_each_dtype, run, view
-from rawflash.backends.numba_cpu.microkernel import LONGEST_SCORE_SUM, MR, claim, gemm
+from rawflash.backends.numba_cpu.microkernel import MR, claim, gemm, longest_score_sum
 from rawflash.backends.numba_cpu.numerics import store_tile
 from rawflash.backends.numba_cpu.tile import (
     apply_dropout,
@@ -82,7 +82,7 @@ def _make_kernel(stamp: str, dtype: str):
                     continue
                 # S = Q K^T
                 load_rows(KV, d, 1, call.k, call.k_starts[b], b, h // group, j0, n_j, d, one)
-                gemm(KV, 0, d, 1, Q, first, ld, S, first, ld, n_j, n, d, False, LONGEST_SCORE_SUM)
+                gemm(KV, 0, d, 1, Q, first, ld, S, first, ld, n_j, n, d, False, longest_score_sum(S))
                 finish_scores(
                     call, S[first:], ld, kind, band == PARTIAL, b, h, i, n, j0, n_j, True, seen, no_cap
                 )

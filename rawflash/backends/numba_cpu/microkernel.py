@@ -19,7 +19,7 @@ from numba.core import cgutils
 from numba.core.codegen import get_host_cpu_features
 from numba.extending import intrinsic
 
-__all__ = ["MR", "NR", "SHAPE", "RegisterTile", "claim", "gemm", "padded"]
+__all__ = ["MR", "NR", "SHAPE", "RegisterTile", "claim", "gemm", "longest_score_sum", "padded"]
 
 
 @dataclass(frozen=True)
@@ -60,9 +60,9 @@ def target_features() -> str:
 SHAPE = register_tile(target_features())
 MR = SHAPE.rows
 NR = {np.dtype(t): SHAPE.columns(t) for t in (np.float32, np.float64)}
-# Products added one after the other before the sum is added to C. An error in a score is multiplied by everything
-# that softmax makes of it, so its sums are kept short; elsewhere the parts are as long as is fast.
-LONGEST_SUM, LONGEST_SCORE_SUM = 64, 12
+# Products added one after the other before the sum is added to C: as many as is fast. In float32 an error of a score
+# is multiplied by everything that softmax makes of it, so those sums are kept short.
+LONGEST_SUM, LONGEST_FLOAT32_SCORE_SUM = 64, 12
 _ROW_BYTES = SHAPE.vectors * SHAPE.vector_bytes  # of one row of a register tile, whatever the element
 
 
@@ -199,6 +199,12 @@ def gemm(A, a, a_row, a_col, B, b, b_row, C, c, c_row, m, n, k, accumulate, long
                     A, a + r * a_row + t * a_col, a_row, a_col, B, b + t * b_row + x, b_row, C, at, c_row,
                     min(k - t, longest), accumulate or t > 0,
                 )  # fmt: skip
+
+
+@njit(nogil=True, inline="always")
+def longest_score_sum(S):
+    """What `gemm` shall take for `longest` when it computes scores into S."""
+    return LONGEST_FLOAT32_SCORE_SUM if S.itemsize == 4 else LONGEST_SUM
 
 
 @intrinsic

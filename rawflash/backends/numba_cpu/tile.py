@@ -14,7 +14,7 @@ import numpy as np
 from numba import njit
 
 from rawflash.backends.numba_cpu.launch import ABSENT
-from rawflash.backends.numba_cpu.microkernel import LONGEST_SCORE_SUM, MR, SHAPE, gemm
+from rawflash.backends.numba_cpu.microkernel import MR, SHAPE, gemm, longest_score_sum
 from rawflash.backends.numba_cpu.numerics import exp, load_scalar, load_tile, philox4, store_tile
 from rawflash.backends.numba_cpu.visibility import FULL, hide, query_range
 from rawflash.philox import WORDS
@@ -353,7 +353,7 @@ def backward_step(call, w, kind, by_band, b, h, i0, n_i, j0, n_j, dbias, dbias_s
     """One pair of blocks with everything on chip: adds to dK and dV, and leaves the pair's share in dQ."""
     ldd, ldv, ldc, d, dv = w.ldd, w.ldv, w.ldc, call.size.d, call.size.dv
     # S = Q K^T, P = exp(S - lse)
-    gemm(w.Q, 0, ldd, 1, w.KT, 0, ldc, w.P, 0, ldc, n_i, n_j, d, False, LONGEST_SCORE_SUM)
+    gemm(w.Q, 0, ldd, 1, w.KT, 0, ldc, w.P, 0, ldc, n_i, n_j, d, False, longest_score_sum(w.P))
     finish_scores(call, w.P, ldc, kind, by_band, b, h, i0, n_i, j0, n_j, False, w.seen, w.cap)
     probabilities(w.P, ldc, n_i, n_j, w.lse)
     # dP = dO V^T
