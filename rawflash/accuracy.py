@@ -151,7 +151,7 @@ def reference(
         results = [(exact, {"out": f.O, "lse": f.lse}), (size, _absolute_head(x, f, head_dO, head_dL))]
         if head_dO is not None:
             results.append((exact, _named(oracle.backward_head(x, f, head_dO, head_dL))))
-        for baseline, multiple in zip(baselines, multiples):
+        for baseline, multiple in zip(baselines, multiples, strict=True):
             results.append((baseline, _baseline_head(x, head_dO, head_dL, dtype, multiple)))
         for collected, head in results:
             for name in names:
