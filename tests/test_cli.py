@@ -478,6 +478,8 @@ def test_a_reader_that_goes_away_and_ctrl_c_end_quietly():
     demo = subprocess.Popen(
         [*command, "demo", "--tokens", "512", "--backends", "numpy_tiled"],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        # a shell's background job starts with SIGINT ignored, and its children inherit that
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )  # fmt: skip
     assert demo.stderr.readline().startswith("[1/")  # it works by now
     time.sleep(0.2)
