@@ -14,7 +14,7 @@ import numpy as np
 from rawflash import arrays, philox
 from rawflash.backends import lookup
 from rawflash.problem import FORWARD_ONLY, Operands, Options, Problem, check, check_dropout, check_parts, known
-from rawflash.tiling import plan_tiles
+from rawflash.tiling import Tiles, plan_tiles
 
 
 def attention(q: Any, k: Any, v: Any, **options: Unpack[Options]) -> Any:
@@ -237,8 +237,13 @@ def dropout_mask(p: float, seed: int, shape: tuple[int, int, int, int], like: An
     >>> rf.dropout_mask(0.5, 0, (1, 1, 1, 4))
     array([[[[False,  True,  True,  True]]]])
     """
-    mask = philox.dropout_mask(*check_dropout(p, seed, shape, like))
-    return mask if like is None else arrays.from_numpy(mask, arrays.kind_of(like))
+    checked = check_dropout(p, seed, shape)
+    source = arrays.Source(like)
+    if not arrays.on_gpu(like):
+        return source.give(philox.dropout_mask(*checked))
+    source.locate("like", like)
+    with arrays.on(source):
+        return source.give(arrays.require_cupy().asarray(philox.dropout_mask(*checked)))
 
 
 def merge_attention(outs: Sequence[Any], lses: Sequence[Any]) -> tuple[Any, Any]:
@@ -272,39 +277,47 @@ def merge_attention(outs: Sequence[Any], lses: Sequence[Any]) -> tuple[Any, Any]
     >>> np.allclose(out, rf.attention(q, k, v))
     True
     """
-    parts, logs = check_parts(outs, lses)
-    kind = arrays.kind_of(outs[0])
-    compute = np.float64 if parts[0].dtype == np.float64 else np.float32
-    m = np.max(np.stack(logs), axis=0)  # NaN stays NaN
-    m = np.where(np.isneginf(m), 0.0, m).astype(compute)
-    weights = [np.exp(log.astype(compute) - m) for log in logs]
-    total = sum(weights)
-    with np.errstate(divide="ignore"):
-        lse = m + np.log(total)
-    safe = np.where(total == 0, 1, total)
-    # A part that saw no key has weight 0 and out 0; select, so that nothing else of it leaks in.
-    merged = np.zeros(parts[0].shape, compute)
-    for weight, part in zip(weights, parts, strict=True):
-        merged += np.where(weight[..., None] == 0, 0, (weight / safe)[..., None] * part)
-    merged = merged.astype(parts[0].dtype)
-    return arrays.from_numpy(merged, kind), arrays.from_numpy(np.asarray(lse, dtype=compute), kind)
+    source, parts, logs = check_parts(outs, lses)
+    xp = np if source.device is None else arrays.require_cupy()
+    compute = np.dtype(np.float64 if parts[0].dtype == np.float64 else np.float32)
+    with arrays.on(source), np.errstate(divide="ignore"):
+        m = xp.max(xp.stack(logs), axis=0)  # NaN stays NaN
+        m = xp.where(m == -np.inf, 0.0, m).astype(compute)
+        weights = [xp.exp(log.astype(compute) - m) for log in logs]
+        total = sum(weights)
+        lse = m + xp.log(total)
+        safe = xp.where(total == 0, 1, total)
+        # A part that saw no key has weight 0 and out 0; select, so that nothing else of it leaks in.
+        merged = xp.zeros(parts[0].shape, compute)
+        for weight, part in zip(weights, parts, strict=True):
+            merged += xp.where(weight[..., None] == 0, 0, (weight / safe)[..., None] * part.astype(compute))
+        return source.give(merged.astype(parts[0].dtype)), source.give(xp.asarray(lse, dtype=compute))
+
+
+def _prepared(problem: Problem, x: Operands, direction: str) -> tuple[Callable[..., None], Tiles]:
+    """The kernel and its tiles: looked up and planned once for calls that share a memo."""
+    found = x.memo.get(direction)
+    if found is None:
+        kernel, chip = lookup(problem, direction, x.device)
+        found = x.memo[direction] = kernel, plan_tiles(problem, chip, direction)
+    return found
 
 
 def _forward(problem: Problem, x: Operands) -> Any:
     """Look up, plan, launch; give back ``out`` or ``(out, lse)``."""
-    kernel, chip = lookup(problem, "forward")
-    tiles = plan_tiles(problem, chip, "forward")
-    result = arrays.Result(problem, x)
-    kernel(problem, tiles, x, result.canonical("out"), result.canonical("lse"))
-    out = result.give("out")
-    return (out, result.give("lse")) if x.return_lse else out
+    kernel, tiles = _prepared(problem, x, "forward")
+    with arrays.on(x):
+        result = arrays.result(problem, x)
+        kernel(problem, tiles, x, result.canonical("out"), result.canonical("lse"))
+        out = result.give("out")
+        return (out, result.give("lse")) if x.return_lse else out
 
 
 def _backward(problem: Problem, x: Operands) -> tuple[Any, ...]:
     """Look up, plan, launch; give back the gradients in the order of ``wrt``."""
-    kernel, chip = lookup(problem, "backward")
-    tiles = plan_tiles(problem, chip, "backward")
-    result = arrays.Result(problem, x)
-    names = {"q", "k", "v", *x.wrt}
-    kernel(problem, tiles, x, {name: result.canonical(name) for name in sorted(names)})
-    return tuple(result.give(name) for name in x.wrt)
+    kernel, tiles = _prepared(problem, x, "backward")
+    with arrays.on(x):
+        result = arrays.result(problem, x)
+        names = {"q", "k", "v", *x.wrt}
+        kernel(problem, tiles, x, {name: result.canonical(name) for name in sorted(names)})
+        return tuple(result.give(name) for name in x.wrt)

@@ -1,8 +1,9 @@
 """The command line: ``rawflash`` or ``python -m rawflash``.
 
 ``demo`` (also with no arguments) runs every algorithm and backend of this machine on a text and
-checks each against the oracle; ``run`` computes attention on the arrays of a file; ``explain``
-prints a plan for any chip of the table; ``info`` says what is installed here and what is missing.
+checks each against the oracle; ``run`` computes attention on the arrays of a file, on the GPU where
+it is asked to; ``explain`` prints a plan for any chip of the table; ``info`` says what is installed
+here and what is missing.
 
 Exit codes: 0 done; 1 a kernel disagrees with the oracle or with the predicted traffic; 2 bad input;
 130 interrupted; 141 the reader of the output went away.
@@ -34,9 +35,9 @@ from typing import Any
 
 import numpy as np
 
-from rawflash import accuracy, api, hardware
+from rawflash import accuracy, api, arrays, hardware
 from rawflash._version import __version__
-from rawflash.backends import BACKENDS, lookup, why_not
+from rawflash.backends import BACKENDS, GPU_ARRAYS, lookup, why_not
 from rawflash.errors import BackendError, RawflashError, TileError
 from rawflash.plan import WIDTH, plan, size_text
 from rawflash.problem import DIRECTIONS, ALGORITHMS, DTYPES, LAYOUTS, Operands, Problem, check
@@ -80,6 +81,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OSError as error:
         name = f"{error.filename}: " if error.filename else ""
         return _complain(f"{name}{error.strerror or error}")
+    except MemoryError as error:  # NumPy's, or CuPy's of the GPU: both say how much was asked for
+        return _complain(f"out of memory: {error}")
 
 
 class _InputError(Exception):
@@ -119,11 +122,12 @@ def _parser() -> argparse.ArgumentParser:
         + ", ".join(_OPTIONAL)
         + " from IN; writes out and lse "
         "and, if dout is there, dq, dk, dv (dbias, dsinks). float16, float32 and float64; an .npz file does "
-        "not keep bfloat16.",
+        "not keep bfloat16. With --backend cupy_raw the arrays go to the GPU and the results come back.",
     )
     run.add_argument("input", metavar="IN.npz")
     run.add_argument("-o", "--output", required=True, metavar="OUT.npz")
     run.add_argument("--force", action="store_true", help="overwrite OUT.npz")
+    run.add_argument("--time", action="store_true", help=f"then time it: the best of up to {TIMED_RUNS} more runs")
     _add_options(run)
     run.set_defaults(command=_run)
 
@@ -133,8 +137,8 @@ def _parser() -> argparse.ArgumentParser:
     explain.add_argument("--dtype", choices=DTYPES, default="float32")
     explain.add_argument("--direction", choices=DIRECTIONS, default="forward")
     explain.add_argument(
-        "--arch", choices=("cpu", *hardware.CHIPS), default="cpu", metavar="ARCH",
-        help="cpu (default), " + ", ".join(hardware.CHIPS),
+        "--arch", choices=("cpu", *hardware.CHIPS), metavar="ARCH",
+        help=f"cpu, {', '.join(hardware.CHIPS)}; left out: the CPU, or for a GPU backend the GPU of this machine",
     )  # fmt: skip
     _add_options(explain)
     explain.set_defaults(command=_explain)
@@ -211,6 +215,104 @@ def _shape(text: str) -> tuple[int, ...]:
     return sizes
 
 
+# ---- where a backend computes ------------------------------------------------------------------------
+
+
+class _Cpu:
+    """Where a backend computes: arrays there and back, waiting, and what a call allocates. Here the CPU."""
+
+    name = ""
+
+    def put(self, array: Any) -> Any:
+        """A NumPy array as one that the backend takes."""
+        return array
+
+    def get(self, array: Any) -> Any:
+        """A result as a NumPy array."""
+        return array
+
+    def wait(self) -> None:
+        """Return when all that was asked for is done."""
+
+    @contextlib.contextmanager
+    def allocations(self) -> Iterator[Callable[[], int]]:
+        """Gives a function: the most bytes that were allocated at once inside the block so far."""
+        tracemalloc.start()
+        try:
+            yield lambda: tracemalloc.get_traced_memory()[1]
+        finally:
+            tracemalloc.stop()
+
+
+class _Gpu(_Cpu):
+    """CuPy's current GPU."""
+
+    def __init__(self) -> None:
+        self.cupy = arrays.require_cupy()
+        self.name = _gpu_name(self.cupy, self.cupy.cuda.runtime.getDevice())
+
+    def put(self, array: Any) -> Any:
+        return self.cupy.asarray(array)
+
+    def get(self, array: Any) -> Any:
+        return self.cupy.asnumpy(array)
+
+    def wait(self) -> None:
+        self.cupy.cuda.get_current_stream().synchronize()
+
+    @contextlib.contextmanager
+    def allocations(self) -> Iterator[Callable[[], int]]:
+        class Hook(self.cupy.cuda.MemoryHook):  # type: ignore[misc, name-defined]
+            name = "rawflash"
+            now = most = 0
+
+            def malloc_postprocess(self, **block: int) -> None:
+                self.now += block["mem_size"]
+                self.most = max(self.most, self.now)
+
+            def free_postprocess(self, **block: int) -> None:
+                self.now -= block["mem_size"]
+
+        with Hook() as hook:
+            yield lambda: hook.most
+
+
+def _takes_gpu_arrays(backend: str) -> bool:
+    return BACKENDS[backend].runs_on == GPU_ARRAYS
+
+
+def _place(backend: str | None, algorithm: str = "fa2") -> _Cpu:
+    """Where a backend computes; None: the CPU, as there are NumPy arrays.
+
+    Raises
+    ------
+    BackendError
+        It takes GPU arrays, and cannot run here.
+    """
+    if backend is None or not _takes_gpu_arrays(backend):
+        return _Cpu()
+    reason = why_not(backend, algorithm)
+    if reason is not None:
+        raise BackendError(f"backend {backend!r} cannot run here: " + reason.removeprefix(f"backend {backend!r} "))
+    return _Gpu()
+
+
+def _best_seconds(call: Callable[[], Any], place: _Cpu) -> float:
+    """The shortest of a few runs, each from nothing under way to its results being there."""
+    times: list[float] = []
+    while len(times) < TIMED_RUNS and sum(times) < TIMED_SECONDS:
+        place.wait()
+        start = time.perf_counter()
+        call()
+        place.wait()
+        times.append(time.perf_counter() - start)
+    return min(times)
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{seconds * 1e3:.1f}" if seconds >= 1e-2 else f"{seconds * 1e3:.3f}"
+
+
 # ---- run -------------------------------------------------------------------------------------------
 
 _REQUIRED = ("q", "k", "v")
@@ -218,6 +320,8 @@ _OPTIONAL = (
     "dout", "dlse", "mask", "bias", "sinks", "alibi_slopes", "q_lengths", "kv_lengths", "q_offset",
     "cu_seqlens_q", "cu_seqlens_k",
 )  # fmt: skip
+# What goes to the GPU. The others may stay, and of those that stay the values are checked.
+_LARGE = (*_REQUIRED, "dout", "dlse", "mask", "bias", "sinks")
 
 
 def _run(options: argparse.Namespace) -> int:
@@ -231,35 +335,41 @@ def _run(options: argparse.Namespace) -> int:
         raise _InputError("dlse is given without dout; expected both (dout may be zeros)")
     if ("cu_seqlens_q" in given) != ("cu_seqlens_k" in given):
         raise _InputError("one of cu_seqlens_q and cu_seqlens_k is given; expected both or neither")
+    if "q_offset" in given and given["q_offset"].ndim == 0:
+        call["q_offset"] = given.pop("q_offset").item()
+    wrt = ("q", "k", "v", *(name for name in ("bias", "sinks") if name in given))
+    place = _place(call.get("backend"), call.get("algorithm", "fa2"))
+    if isinstance(place, _Gpu):
+        forward = {name: array for name, array in given.items() if name not in ("dout", "dlse")}
+        check(**forward, **{name: value for name, value in call.items() if name != "backend"})  # nothing moves before
+        given |= {name: place.put(given[name]) for name in _LARGE if name in given}
     q, k, v = (given.pop(name) for name in _REQUIRED)
     dout, dlse = given.pop("dout", None), given.pop("dlse", None)
-    wrt = ("q", "k", "v", *(name for name in ("bias", "sinks") if name in given))
-    if "q_offset" in given and given["q_offset"].ndim == 0:
-        given["q_offset"] = given["q_offset"].item()
     call |= given
 
-    problem, x = check(q, k, v, return_lse=True, **call)
-    results = dict(zip(("out", "lse"), api._forward(problem, x), strict=True))
-    if dout is not None:
+    def forward_call() -> tuple[Problem, dict[str, Any]]:
+        problem, x = check(q, k, v, return_lse=True, **call)
+        return problem, dict(zip(("out", "lse"), api._forward(problem, x), strict=True))
+
+    def backward_call() -> dict[str, Any]:
         problem, x = check(
-            q,
-            k,
-            v,
-            dout=dout,
-            o=results["out"],
-            lse=results["lse"],
-            dlse=dlse,
-            wrt=wrt,
-            direction="backward",
-            **call,
+            q, k, v, dout=dout, o=results["out"], lse=results["lse"], dlse=dlse, wrt=wrt, direction="backward", **call
         )
-        results |= {
-            "d" + name: gradient for name, gradient in zip(wrt, api._backward(problem, x), strict=True)
-        }
-    _write_arrays(target, results, options.force)
-    print(f"wrote {options.output}, computed by {problem.backend} {problem.algorithm}:")
+        return {"d" + name: gradient for name, gradient in zip(wrt, api._backward(problem, x), strict=True)}
+
+    problem, results = forward_call()
+    calls: dict[str, Callable[[], Any]] = {"forward": forward_call}
+    if dout is not None:
+        results |= backward_call()
+        calls["backward"] = backward_call
+    _write_arrays(target, {name: place.get(array) for name, array in results.items()}, options.force)
+    where = f" on {place.name}" if place.name else ""
+    print(f"wrote {options.output}, computed by {problem.backend} {problem.algorithm}{where}:")
     for name, array in results.items():
         print(f"  {name:<7} {array.dtype} {array.shape}")
+    if options.time:
+        times = {name: _milliseconds(_best_seconds(one, place)) for name, one in calls.items()}
+        print(f"best of up to {TIMED_RUNS} more runs: " + ", ".join(f"{name} {ms} ms" for name, ms in times.items()))
     return DONE
 
 
@@ -340,14 +450,12 @@ def _explain(options: argparse.Namespace) -> int:
     dv = d if options.dv is None else options.dv
     call = _options_given(options)
     layout, backend = call.get("layout", "bhtd"), call.pop("backend", None)
-    on_gpu = options.arch != "cpu"
-    if backend is None and on_gpu:
+    arch = options.arch
+    if backend is None and arch in hardware.CHIPS:
         backend = "cupy_raw"
-    if backend is not None and ("GPU" in BACKENDS[backend].runs_on) != on_gpu:
+    if backend is not None and arch is not None and _takes_gpu_arrays(backend) != (arch != "cpu"):
         runs_on = BACKENDS[backend].runs_on
-        raise BackendError(
-            f"backend {backend!r} takes {runs_on}; it does not run on {options.arch!r} (--arch)"
-        )
+        raise BackendError(f"backend {backend!r} takes {runs_on}; it does not run on {arch!r} (--arch)")
 
     # Arrays of one row's memory, so that the one validator sees the call; a plan needs no values.
     stand_in = "float16" if options.dtype == "bfloat16" else options.dtype
@@ -357,9 +465,15 @@ def _explain(options: argparse.Namespace) -> int:
     )
     problem, x = check(q, k, v, **call)
     problem = dataclasses.replace(problem, dtype=options.dtype, backend=backend or problem.backend)
-    chip = hardware.CHIPS[options.arch] if on_gpu else None
+    chip = _chip(problem.backend, arch) if arch in hardware.CHIPS else None
     print(plan(problem, options.direction, chip, visibility=x.visibility))
     return DONE
+
+
+def _chip(backend: str, arch: str) -> hardware.Chip:
+    """A chip of the table, with the kernels that the backend has for it: as hardware.chip_of says of a device."""
+    row = hardware.CHIPS[arch]
+    return dataclasses.replace(row, family="simt") if backend == "cupy_raw" else row
 
 
 def _shapeless(dtype: str, batch: int, heads: int, rows: int, width: int, layout: str) -> np.ndarray:
@@ -389,15 +503,17 @@ def _info(options: argparse.Namespace) -> int:
 
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     print(f"\n{'CPU':<12} {_cpu_name()}, {cores} logical cores for this process")
-    gpus = _gpu_names()
-    print(f"{'GPU':<12} {', '.join(gpus) if gpus else 'no NVIDIA driver found'}")
+    for line in _gpu_lines():
+        _wrap(f"{'GPU':<12} ", line)
+    _wrap(f"{'CUDA':<12} ", _cuda_text())
 
     print("\nbackends")
     for name, row in BACKENDS.items():
         reason = next((text for text in map(_loads(name), row.algorithms) if text), None)
         if reason is None:
             chip = hardware.chip_of(name)
-            reason = f"loads: {', '.join(row.algorithms)}; M = {size_text(chip.on_chip_bytes)} a core"
+            share = f"block of threads on {chip.name}" if _takes_gpu_arrays(name) else "core"
+            reason = f"loads: {', '.join(row.algorithms)}; M = {size_text(chip.on_chip_bytes)} a {share}"
             if name == "numba_cpu":
                 reason += f", {_threads(name)} threads (NUMBA_NUM_THREADS sets them)"
         else:
@@ -410,6 +526,11 @@ def _info(options: argparse.Namespace) -> int:
         _wrap("  numba_cpu    ", "kept in " + ", ".join(folders) + " (NUMBA_CACHE_DIR moves it)")
     else:
         _wrap("  numba_cpu    ", "none: the backend does not load")
+    from rawflash.backends.cupy_raw.compile import cache_folder
+
+    kept = cache_folder()
+    folder = "not kept: there is no home folder" if kept is None else f"kept in {kept}"
+    _wrap("  cupy_raw     ", f"{folder} (RAWFLASH_CACHE_DIR {'names one' if kept is None else 'moves it'})")
     return DONE
 
 
@@ -422,6 +543,8 @@ def _loads(name: str) -> Callable[[str], str | None]:
             try:
                 for direction in DIRECTIONS:
                     lookup(Problem(backend=name, algorithm=algorithm), direction)
+                if name == "cupy_raw":
+                    _nvrtc_version()
             except (RawflashError, RuntimeError) as error:  # Numba: no folder for its cache
                 text = str(error)
         return text
@@ -435,6 +558,54 @@ def _cpu_name() -> str:
             if line.startswith("model name"):
                 return line.partition(":")[2].strip()
     return platform.processor() or platform.machine()
+
+
+def _gpu_lines() -> list[str]:
+    """What CuPy sees, a line for each GPU; where it sees none, why. Never raises."""
+    missing = hardware.why_no_gpu()
+    if missing is None:
+        try:
+            cupy = arrays.require_cupy()
+            return [_gpu_text(cupy, device) for device in range(cupy.cuda.runtime.getDeviceCount())]
+        except Exception as error:  # a driver in trouble, whatever CUDA calls it
+            missing = f"CuPy cannot ask for a GPU: {error}"
+    listed = _gpu_names()
+    return [f"none: {missing}; the driver lists " + (", ".join(listed) if listed else "none")]
+
+
+def _gpu_text(cupy: Any, device: int) -> str:
+    try:
+        chip = hardware.chip_of("cupy_raw", device)
+        known = f"{chip.name}, {size_text(chip.on_chip_bytes)} on chip a block, {chip.processors} multiprocessors"
+    except BackendError as error:  # older than the table
+        known = str(error)
+    return f"{device}: {_gpu_name(cupy, device)}, {known}"
+
+
+def _gpu_name(cupy: Any, device: int) -> str:
+    name = cupy.cuda.runtime.getDeviceProperties(device)["name"]
+    return name.decode(errors="replace") if isinstance(name, bytes) else str(name)
+
+
+def _cuda_text() -> str:
+    """Versions of the driver and of NVRTC, or what is missing. Never raises."""
+    texts = []
+    try:
+        driver = int(arrays.require_cupy().cuda.runtime.driverGetVersion())
+        texts.append(f"driver {driver // 1000}.{driver % 1000 // 10}" if driver else "no driver")
+    except Exception:
+        texts.append("no driver")
+    try:
+        texts.append("NVRTC {}.{}".format(*_nvrtc_version()))
+    except Exception as error:
+        texts.append(f"no NVRTC: {error}")
+    return ", ".join(texts)
+
+
+def _nvrtc_version() -> tuple[int, int]:
+    from rawflash.backends.cupy_raw.compile import nvrtc_version
+
+    return nvrtc_version()
 
 
 def _gpu_names() -> list[str]:
@@ -569,7 +740,8 @@ def _demo(options: argparse.Namespace) -> int:
         compile_text = _finish_compiling(compilers, start) if compiled else None
         for backend, algorithm in present:
             if backend != "numpy_tiled":
-                progress.step(f"{backend} {algorithm}: loading its compiled code, checking")
+                work = "compiling what is not cached" if _takes_gpu_arrays(backend) else "loading its compiled code"
+                progress.step(f"{backend} {algorithm}: {work}, checking")
                 case = cases[_tokens(backend, len(text))]
                 results[backend, algorithm] = _check_kernel(backend, algorithm, case)
         for backend, algorithm in present:
@@ -643,29 +815,25 @@ def _demo_options(backend: str, algorithm: str, q: np.ndarray) -> dict[str, Any]
 
 def _check_kernel(backend: str, algorithm: str, case: _Case) -> list[_Line]:
     """Forward and backward once: errors, extra memory and, by numpy_tiled, counts."""
-    q, k, v, dout, reference = case.q, case.k, case.v, case.dout, case.reference
-    lines = [_Line(backend, algorithm, direction, q.shape[2], q.shape[1]) for direction in DIRECTIONS]
+    _, heads, tokens, _ = case.q.shape
+    lines = [_Line(backend, algorithm, direction, tokens, heads) for direction in DIRECTIONS]
     forward, backward = lines
     line = forward
     try:
-        options = _demo_options(backend, algorithm, q)
-        if backend != "numpy_tiled":  # so that what is measured below is not the loading of compiled code
-            _small_call(options, q.shape[-1])
+        place, options = _place(backend, algorithm), _demo_options(backend, algorithm, case.q)
+        q, k, v, dout = (place.put(array) for array in (case.q, case.k, case.v, case.dout))
         problem, x = check(q, k, v, return_lse=True, **options)
         forward.flops, forward.predicted, (out, lse) = _measured(
-            forward, problem, x, lambda: api._forward(problem, x)
+            forward, problem, x, place, lambda: api._forward(problem, x)
         )
-        forward.ratios = {n: accuracy.error_ratio(n, a, reference) for n, a in (("out", out), ("lse", lse))}
+        forward.ratios = _ratios("forward", (out, lse), place, case)
 
         line = backward
         problem, x = check(q, k, v, dout=dout, o=out, lse=lse, direction="backward", **options)
         backward.flops, backward.predicted, grads = _measured(
-            backward, problem, x, lambda: api._backward(problem, x)
+            backward, problem, x, place, lambda: api._backward(problem, x)
         )
-        names = RESULTS["backward"]
-        backward.ratios = {
-            n: accuracy.error_ratio(n, a, reference) for n, a in zip(names, grads, strict=True)
-        }
+        backward.ratios = _ratios("backward", grads, place, case)
         if backend == "numpy_tiled":
             for line in lines:
                 line.counted = _count(line.direction, case, out, lse, options)
@@ -675,19 +843,23 @@ def _check_kernel(backend: str, algorithm: str, case: _Case) -> list[_Line]:
     return lines
 
 
+def _ratios(direction: str, results: tuple[Any, ...], place: _Cpu, case: _Case) -> dict[str, float]:
+    """Errors by name, in units of the allowed error."""
+    named = zip(RESULTS[direction], results, strict=True)
+    return {name: accuracy.error_ratio(name, place.get(array), case.reference) for name, array in named}
+
+
 def _measured(
-    line: _Line, problem: Problem, x: Operands, call: Callable[[], Any]
-) -> tuple[int, Traffic, tuple[np.ndarray, ...]]:
-    """Run a call under tracemalloc; its arithmetic on visible pairs, its predicted traffic, its results."""
+    line: _Line, problem: Problem, x: Operands, place: _Cpu, call: Callable[[], Any]
+) -> tuple[int, Traffic, tuple[Any, ...]]:
+    """Run a call and note what it allocates; its arithmetic on visible pairs, its predicted traffic, its results."""
     _, chip = lookup(problem, line.direction)
     tiles = plan_tiles(problem, chip, line.direction)
-    tracemalloc.start()
-    try:
+    if line.backend != "numpy_tiled":
+        call()  # so that what is measured below is not the loading of compiled code
+    with place.allocations() as most:
         results = call()
-        peak = tracemalloc.get_traced_memory()[1]
-    finally:
-        tracemalloc.stop()
-    line.extra = max(0, peak - sum(array.nbytes for array in results))
+        line.extra = max(0, most() - sum(array.nbytes for array in results))
     if line.backend == "numba_cpu":  # allocated inside compiled code, where tracemalloc does not see it
         line.extra += _threads(line.backend) * tiles.smem_bytes
     predicted = traffic(problem, tiles, line.direction, visibility=x.visibility)
@@ -707,20 +879,16 @@ def _count(direction: str, case: _Case, out: np.ndarray, lse: np.ndarray, option
 
 def _time_kernel(lines: list[_Line], case: _Case) -> None:
     """Time the public functions: the best of a few runs, nothing compiled any more."""
-    q, k, v, dout = case.q, case.k, case.v, case.dout
-    options = _demo_options(lines[0].backend, lines[0].algorithm, q)
+    backend, algorithm = lines[0].backend, lines[0].algorithm
+    place, options = _place(backend, algorithm), _demo_options(backend, algorithm, case.q)
+    q, k, v, dout = (place.put(array) for array in (case.q, case.k, case.v, case.dout))
     out, lse = api.attention(q, k, v, return_lse=True, **options)
     calls = {
         "forward": lambda: api.attention(q, k, v, return_lse=True, **options),
         "backward": lambda: api.attention_backward(dout, q, k, v, out, lse, **options),
     }
     for line in lines:
-        times: list[float] = []
-        while len(times) < TIMED_RUNS and sum(times) < TIMED_SECONDS:
-            start = time.perf_counter()
-            calls[line.direction]()
-            times.append(time.perf_counter() - start)
-        line.seconds = min(times)
+        line.seconds = _best_seconds(calls[line.direction], place)
 
 
 def _small_call(options: dict[str, Any], d: int, directions: Sequence[str] = DIRECTIONS) -> None:
@@ -843,7 +1011,7 @@ def _print_demo(lines: list[_Line], compile_text: str | None, absent: dict[str, 
             speed.add_row(*name, "", "", "", dense, "", "FAILED")
             continue
         speed.add_row(
-            *name, f"{line.seconds * 1e3:.1f}", f"{line.flops / max(line.seconds, 1e-9) / 1e9:.2f}",
+            *name, _milliseconds(line.seconds), f"{line.flops / max(line.seconds, 1e-9) / 1e9:.2f}",
             f"{line.extra / 2**20:.2f}", dense, f"{line.ratios[line.worst]:.2f} {line.worst:>3}",
             "ok" if line.complaint is None else "WRONG",
         )  # fmt: skip
@@ -856,7 +1024,9 @@ def _print_demo(lines: list[_Line], compile_text: str | None, absent: dict[str, 
     _show(speed)
     _show(moved)
     present = {line.backend for line in lines}
-    _note("time: ", f"best of up to {TIMED_RUNS} runs of the public function, without compiling.")
+    on_gpu = [backend for backend in sorted(present) if _takes_gpu_arrays(backend)]
+    until = "; on a GPU from the call until its results are there" if on_gpu else ""
+    _note("time: ", f"best of up to {TIMED_RUNS} runs of the public function, without compiling{until}.")
     _note(
         "GFLOP/s: ", "arithmetic on the pairs that the causal mask lets through, the same for every kernel."
     )
@@ -864,6 +1034,8 @@ def _print_demo(lines: list[_Line], compile_text: str | None, absent: dict[str, 
     if "numba_cpu" in present:
         threads = _threads("numba_cpu")
         extra += f"; for numba_cpu plus the planned tiles of {threads} thread{'s' * (threads > 1)}"
+    if on_gpu:
+        extra += f"; for {', '.join(on_gpu)} the same of CuPy's"
     _note("extra: ", extra + ". dense: one float32 T x T matrix for all heads.")
     if any(line.backend == "numpy_tiled" and line.tokens == TILED_TOKENS for line in lines):
         _note(
@@ -877,6 +1049,9 @@ def _print_demo(lines: list[_Line], compile_text: str | None, absent: dict[str, 
     if "numba_cpu" in present:
         on_chip = hardware.chip_of("numba_cpu").on_chip_bytes
         chips.append(f"{size_text(on_chip)} of numba_cpu (a quarter of a core's L2)")
+    for backend in on_gpu:
+        on_chip = hardware.chip_of(backend).on_chip_bytes
+        chips.append(f"{size_text(on_chip)} of {backend} (shared memory of a block of threads)")
     if chips:
         _note(
             "loads, stores: ", f"elements, predicted for M = {', '.join(chips)}; numpy_tiled counts them too."

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from rawflash.errors import BackendError, ProblemError
 
@@ -28,13 +29,16 @@ class Chip:
         Rows of a tile come in multiples of this.
     family : str
         The kernels written for it: "loops" and "vector" compute on tiles converted to the compute
-        dtype (CPU); "simt", "mma" and "sm90" keep inputs in the call's dtype and accumulate wider.
+        dtype (CPU); "simt" too (any GPU), with accumulators in registers; "split" is "simt" with the products
+        of float32 on tensor cores; "mma" and "sm90" keep inputs in the call's dtype and accumulate wider.
     most_rows : int or None
         No tile is taller; None: no bound.
     hard : bool
         True: M is a limit of the device, more does not launch. False: M is advice (a cache), so a
         head dimension too large for it makes M larger instead of failing. An M that a caller gives
         by ``sram=`` is always a limit.
+    processors : int or None
+        Streaming multiprocessors, of a device that was asked.
 
     Examples
     --------
@@ -48,6 +52,7 @@ class Chip:
     family: str = "loops"
     most_rows: int | None = None
     hard: bool = True
+    processors: int | None = None
 
 
 # Shared memory that one block may opt in to: the SM's, less 1 KiB that the system keeps (CUDA C++
@@ -76,22 +81,71 @@ def _l2_bytes() -> int:
         return 512 * KIB
 
 
-def chip_of(backend: str) -> Chip:
+def chip_of(backend: str, device: int | None = None) -> Chip:
     """The chip that a backend runs on here.
 
     On a CPU, M is a quarter of one core's L2: the rest is for what streams past the tiles.
 
+    Parameters
+    ----------
+    backend : str
+    device : int, optional
+        Which GPU; None: the current one.
+
     Raises
     ------
     BackendError
-        A GPU backend: it asks its own device.
+        A GPU backend, and there is no GPU.
     """
     on_chip = _l2_bytes() // 4
     if backend == "numpy_tiled":
         return Chip("cpu", on_chip, 1, "loops", hard=False)
     if backend == "numba_cpu":
         return Chip("cpu", on_chip, VECTOR_ROWS, "vector", VECTOR_MOST_ROWS, hard=False)
-    raise BackendError(f"backend {backend!r} has no device here; name a chip instead: {', '.join(CHIPS)}")
+    missing = why_no_gpu()
+    if missing is not None:
+        raise BackendError(
+            f"backend {backend!r} has no device here: {missing}; name a chip instead: {', '.join(CHIPS)}"
+        )
+    import cupy
+
+    found = _gpu(cupy.cuda.runtime.getDevice() if device is None else device)
+    # The kernels that cupy_raw has so far, whatever else the chip could run.
+    return replace(found, family="simt" if found.family == "simt" else "split") if backend == "cupy_raw" else found
+
+
+@cache
+def _gpu(device: int) -> Chip:
+    """What CUDA says of a device, on the row of the table that fits it."""
+    import cupy
+
+    asked = cupy.cuda.Device(device)
+    numbers: dict[str, Any] = asked.attributes
+    return _row(int(asked.compute_capability), numbers["MaxSharedMemoryPerBlockOptin"], numbers["MultiProcessorCount"])
+
+
+def _row(capability: int, on_chip_bytes: int, processors: int) -> Chip:
+    """The newest row that is not newer than the device, with the device's own numbers.
+
+    Code for one chip runs on the later ones; within a major version what differs is mostly the
+    shared memory, which the device tells (sm_87 is sm_86 with more of it).
+    """
+    older = [row for row in CHIPS.values() if int(row.name.removeprefix("sm_")) <= capability]
+    if not older:
+        raise BackendError(f"the GPU is sm_{capability}; expected {next(iter(CHIPS))} or newer")
+    return replace(older[-1], name=f"sm_{capability}", on_chip_bytes=on_chip_bytes, processors=processors)
+
+
+def why_no_gpu() -> str | None:
+    """Why no GPU can be used here, or None when one can; never raises."""
+    try:
+        import cupy
+
+        return None if cupy.cuda.is_available() else "CuPy finds no NVIDIA GPU"
+    except ImportError as error:
+        return f"CuPy cannot be imported: {error}"
+    except Exception as error:  # a driver that is broken, too old or in use: whatever CUDA calls it
+        return f"CuPy cannot ask for a GPU: {error}"
 
 
 def chip(name: str) -> Chip:

@@ -1,14 +1,17 @@
 """Which query sees which key: the one place that owns visibility.
 
 A :class:`Mask` is a predicate over ``(b, h, i, j)``: batch, query head, query row and key.
-Masks compose with ``&`` and ``|``. Each knows three things, and ``tests/test_masks.py``
-proves on grids that they agree:
+Masks compose with ``&`` and ``|``. Each knows four things, and ``tests/test_masks.py`` and
+``tests/test_masks_cuda.py`` prove on grids that they agree:
 
 * ``visible``: the predicate itself, on broadcast integer arrays;
 * ``tile``: whether a rectangle of rows and keys is :data:`EMPTY`, :data:`PARTIAL` or
   :data:`FULL`, so that kernels skip the first and run no mask code on the last;
 * ``program``: the same predicate as a short postfix program of integers, which compiled
-  backends evaluate (their twins are tested against ``visible``).
+  backends evaluate (their twins are tested against ``visible``);
+* ``cuda_visible``, ``cuda_tile``: the first two as CUDA C++, which :func:`cuda_text` puts
+  together. Structure is text, data is an array of 64-bit words (``words``), so that one
+  compiled kernel serves every mask of one structure.
 
 :class:`Visibility` binds the masks of one call to its lengths and offsets and turns them
 into the spans of blocks that a kernel loops over.
@@ -38,8 +41,8 @@ UNBOUNDED = 2**62  # stands for "no bound" in the integers of a band
 class Mask:
     """A visibility predicate; the base class of every mask.
 
-    A new mask is one class here with ``visible``, ``tile``, ``program`` and ``check``, or a
-    composition of the masks below.
+    A new mask is one class here with ``visible``, ``tile``, ``program``, its CUDA text and
+    ``check``, or a composition of the masks below.
     """
 
     def visible(
@@ -65,6 +68,48 @@ class Mask:
         Compiled backends need it; a mask without one runs on numpy_tiled and the oracle.
         """
         raise BackendError(f"mask {self.kind} has no program(), which compiled backends run; use backend='numpy_tiled'")
+
+    def words(self) -> list[int | np.ndarray]:
+        """The mask's data, one 64-bit word each: the operands and arrays of ``program`` in order.
+
+        An array stands for the address of its first element. An operand may be a stride of
+        that array: memory that is moved keeps its strides.
+        """
+        words: list[int | np.ndarray] = []
+        for step in self.program():
+            words += step.operands
+            words += step.arrays
+        return words
+
+    def cuda_visible(self, w: int) -> str:
+        """``visible`` as a C++ expression of type bool.
+
+        Parameters
+        ----------
+        w : int
+            Where this mask's ``words`` begin in the array ``w`` of the expression.
+
+        Returns
+        -------
+        str
+            In the variables ``const long long* w`` and ``long long b, h, i, j, offset``, and
+            the functions of ``visibility.cuh``.
+        """
+        raise self._no_cuda_text()
+
+    def cuda_tile(self, w: int) -> str:
+        """``tile`` as a C++ expression of type int; see ``cuda_visible``.
+
+        In the variables ``const long long* w`` and ``long long b, h, i0, i1, j0, j1, offset``.
+        All threads of a block evaluate it together, with the same arguments: it may hold
+        barriers, and gives all of them the same class.
+        """
+        raise self._no_cuda_text()
+
+    def _no_cuda_text(self) -> BackendError:
+        return BackendError(
+            f"mask {self.kind} has no CUDA text, which kernels in CUDA C++ compile; use backend='numpy_tiled'"
+        )
 
     def check(self, shape: tuple[int, int, int, int]) -> None:
         """Raise :class:`ProblemError` unless the mask fits ``(B, Hq, Tq, Tk)``."""
@@ -141,6 +186,12 @@ class Band(Mask):
 
     def program(self) -> list[Instruction]:
         return [Instruction(OP_BAND, self.bounds())]
+
+    def cuda_visible(self, w: int) -> str:
+        return f"band_visible(w[{w}], w[{w + 1}], i, j, offset)"
+
+    def cuda_tile(self, w: int) -> str:
+        return f"band_tile(w[{w}], w[{w + 1}], i0, i1, j0, j1, offset)"
 
     def __and__(self, other: Mask) -> Mask:
         if isinstance(other, Band):  # two bands are one band: tile classes stay exact
@@ -222,6 +273,12 @@ class Prefix(Mask):
     def program(self) -> list[Instruction]:
         return [Instruction(OP_PREFIX, (len(self.length),), (self.length,))]
 
+    def cuda_visible(self, w: int) -> str:
+        return f"(j < per_batch(w[{w + 1}], w[{w}], b))"
+
+    def cuda_tile(self, w: int) -> str:
+        return f"below(j0, j1, per_batch(w[{w + 1}], w[{w}], b))"
+
 
 class PrefixLM(Mask):
     """Causal, except that every query sees the first ``prefix`` keys (int, or int array (B,))."""
@@ -269,6 +326,14 @@ class Lengths(Mask):
         counts = (len(self.q_lengths), len(self.kv_lengths))
         return [Instruction(OP_LENGTHS, counts, (self.q_lengths, self.kv_lengths))]
 
+    def cuda_visible(self, w: int) -> str:
+        return f"((i < per_batch(w[{w + 2}], w[{w}], b)) & (j < per_batch(w[{w + 3}], w[{w + 1}], b)))"
+
+    def cuda_tile(self, w: int) -> str:
+        rows = f"below(i0, i1, per_batch(w[{w + 2}], w[{w}], b))"
+        keys = f"below(j0, j1, per_batch(w[{w + 3}], w[{w + 1}], b))"
+        return f"tile_and({rows}, [&] {{ return {keys}; }})"
+
 
 @dataclass(frozen=True, eq=False)
 class Segments(Mask):
@@ -313,6 +378,14 @@ class Segments(Mask):
     def program(self) -> list[Instruction]:
         strides = tuple(ids.shape[1] if len(ids) > 1 else 0 for ids in (self.q_ids, self.kv_ids))
         return [Instruction(OP_SEGMENTS, strides, (self.q_ids, self.kv_ids))]
+
+    def cuda_visible(self, w: int) -> str:
+        return f"(int_at(w[{w + 2}], b * w[{w}] + i) == int_at(w[{w + 3}], b * w[{w + 1}] + j))"
+
+    def cuda_tile(self, w: int) -> str:
+        rows = f"range_of(w[{w + 2}], b * w[{w}] + i0, i1 - i0)"
+        keys = f"range_of(w[{w + 3}], b * w[{w + 1}] + j0, j1 - j0)"
+        return f"equal_ids({rows}, {keys})"
 
 
 @dataclass(frozen=True, eq=False)
@@ -363,6 +436,14 @@ class Dense(Mask):
         )
         return [Instruction(OP_DENSE, strides, (self.array,))]
 
+    def cuda_visible(self, w: int) -> str:
+        return f"byte_at(w[{w + 4}], b * w[{w}] + h * w[{w + 1}] + i * w[{w + 2}] + j * w[{w + 3}])"
+
+    def cuda_tile(self, w: int) -> str:
+        # Along a broadcast axis, whose stride is 0, one row or key speaks for all.
+        rows, keys = f"i0, w[{w + 2}] ? i1 : i0 + 1", f"j0, w[{w + 3}] ? j1 : j0 + 1"
+        return f"scan({rows}, {keys}, [&](long long i, long long j) {{ return {self.cuda_visible(w)}; }})"
+
 
 @dataclass(frozen=True, eq=False)
 class And(Mask):
@@ -384,6 +465,15 @@ class And(Mask):
 
     def program(self) -> list[Instruction]:
         return [*self.left.program(), *self.right.program(), Instruction(OP_AND)]
+
+    def cuda_visible(self, w: int) -> str:
+        right = self.right.cuda_visible(w + len(self.left.words()))
+        # & rather than &&: no branch around loads, which then may leave the loop over scores.
+        return f"({self.left.cuda_visible(w)} & {right})"
+
+    def cuda_tile(self, w: int) -> str:
+        right = self.right.cuda_tile(w + len(self.left.words()))
+        return f"tile_and({self.left.cuda_tile(w)}, [&] {{ return {right}; }})"
 
     def check(self, shape: tuple[int, int, int, int]) -> None:
         self.left.check(shape)
@@ -415,6 +505,14 @@ class Or(Mask):
     def program(self) -> list[Instruction]:
         return [*self.left.program(), *self.right.program(), Instruction(OP_OR)]
 
+    def cuda_visible(self, w: int) -> str:
+        right = self.right.cuda_visible(w + len(self.left.words()))
+        return f"({self.left.cuda_visible(w)} | {right})"  # no branch, as in And
+
+    def cuda_tile(self, w: int) -> str:
+        right = self.right.cuda_tile(w + len(self.left.words()))
+        return f"tile_or({self.left.cuda_tile(w)}, [&] {{ return {right}; }})"
+
     def check(self, shape: tuple[int, int, int, int]) -> None:
         self.left.check(shape)
         self.right.check(shape)
@@ -422,6 +520,43 @@ class Or(Mask):
     @property
     def kind(self) -> str:
         return f"({self.left.kind} | {self.right.kind})"
+
+
+def cuda_text(mask: Mask | None) -> str:
+    """CUDA C++ text of a mask: the part of a kernel's source that depends on the mask.
+
+    It defines ``HAS_MASK`` as 1 and the functions ``mask_visible`` and ``mask_tile``, whose
+    first argument points to the mask's ``words``; for None ``HAS_MASK`` as 0 and no function.
+    ``visibility.cuh``, which it includes, says what a kernel may ask of them.
+
+    Raises
+    ------
+    BackendError
+        The mask has no CUDA text.
+
+    Notes
+    -----
+    Masks of one ``kind`` have one text, so it can be part of a cache key.
+    """
+    if mask is None:
+        return "#define HAS_MASK 0\n"
+    return f"""\
+#define HAS_MASK 1
+#include "visibility.cuh"
+
+__device__ __forceinline__ bool mask_visible(
+    const long long* w, long long b, long long h, long long i, long long j, long long offset)
+{{
+    return {mask.cuda_visible(0)};
+}}
+
+__device__ __forceinline__ int mask_tile(
+    const long long* w, long long b, long long h,
+    long long i0, long long i1, long long j0, long long j1, long long offset)
+{{
+    return {mask.cuda_tile(0)};
+}}
+"""
 
 
 @dataclass(frozen=True, eq=False)

@@ -7,7 +7,7 @@ table in :mod:`rawflash.hardware`, present or not. :func:`explain` is the same f
 from __future__ import annotations
 
 import textwrap
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Unpack
 
 import numpy as np
@@ -43,7 +43,7 @@ class Plan:
     dense_bytes : int
         Bytes of one T x T matrix for all heads in the compute dtype, which a dense formula stores.
     copied : tuple of str
-        Arguments that the call would copy, because their last axis is not contiguous.
+        Arguments that the call would copy, because a kernel could not read them where they are.
     unavailable : str or None
         Why this kernel cannot run here; None when it can.
     refused : tuple of (str, str)
@@ -105,7 +105,7 @@ class Plan:
             return "no argument"
         return (
             ", ".join(self.copied)
-            + ": the last axis is not contiguous, or the axes cannot be viewed as asked"
+            + ": the last axis is not contiguous, the axes cannot be viewed as asked, or elements are misaligned"
         )
 
 
@@ -163,7 +163,12 @@ def explain(
     problem, x = check(
         q, k, v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, wrt=wrt, **known(options)
     )
-    return plan(problem, direction, visibility=x.visibility, wrt=x.wrt, copied=tuple(x.copied))
+    visibility = x.visibility
+    if "mask" in x.addresses:  # its values are on the device: planned as if every key were visible
+        visibility = replace(visibility, mask=None)
+    return plan(
+        problem, direction, device=x.device, visibility=visibility, wrt=x.wrt, copied=tuple(x.copied)
+    )
 
 
 def plan(
@@ -171,6 +176,7 @@ def plan(
     direction: str = "forward",
     chip: Chip | None = None,
     *,
+    device: int | None = None,
     visibility: Visibility | None = None,
     wrt: tuple[str, ...] = ("q", "k", "v"),
     copied: tuple[str, ...] = (),
@@ -183,6 +189,8 @@ def plan(
     direction : {"forward", "backward"}
     chip : Chip, optional
         Any row of the table; None asks the backend's own device.
+    device : int, optional
+        Which GPU is asked; None: the current one.
     visibility : Visibility, optional
         Lengths, offsets and mask of the call; without it lengths are full and a mask is not looked at.
     wrt : tuple of str
@@ -199,7 +207,7 @@ def plan(
     """
     _check_direction(direction)
     if chip is None:
-        chip = chip_of(problem.backend)
+        chip = chip_of(problem.backend, device)
     tiles = tiling.plan_tiles(problem, chip, direction)
     if visibility is None:
         pairs = problem.B * problem.Tq * problem.Tk

@@ -11,10 +11,12 @@ Nothing is allocated, compiled or written before both exist.
 
 from __future__ import annotations
 
+import copy
 import difflib
 import math
+import threading
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypedDict
 
 import numpy as np
@@ -101,7 +103,11 @@ class Options(TypedDict, total=False):
     sram: int | None
 
 
+_NAMES = frozenset(Options.__annotations__)
 FORWARD_ONLY = ("out", "return_lse")
+# Arguments that lie where q does, and those that may also be host arrays or lists beside arrays on a GPU.
+_DEVICE = ("q", "k", "v", "dout", "o", "lse", "dlse", "out", "mask", "bias", "sinks")
+_HOST_TOO = ("alibi_slopes", "q_lengths", "kv_lengths", "q_offset", "cu_seqlens_q", "cu_seqlens_k")
 _NOT_VARLEN = ("mask", "bias", "q_lengths", "kv_lengths")
 
 
@@ -164,6 +170,10 @@ class Problem:
 class Operands:
     """The arrays of one call in canonical form: NumPy views, head axis before rows.
 
+    On a GPU the views are metadata only (see :mod:`rawflash.arrays`): an argument that is named in
+    ``addresses`` must not be read here, element 0 of its view is at that address. Arguments that are
+    not named there (masks, lengths, slopes given on the host) are ordinary NumPy arrays.
+
     ``q (S, Hq, Tq, d)``, ``k (S, Hkv, Tk, d)``, ``v (S, Hkv, Tk, dv)``; likewise ``dout`` and
     ``o`` (as ``out``), ``lse`` and ``dlse (S, Hq, Tq)``. ``S`` is ``B``, or 1 for varlen, where all
     sequences lie behind each other on the row axis from ``q_starts[b]`` and ``k_starts[b]``.
@@ -187,10 +197,22 @@ class Operands:
     bias: np.ndarray | None = None  # four axes, length 1 where it broadcasts
     alibi_slopes: np.ndarray | None = None  # float64 (B, Hq)
     sinks: np.ndarray | None = None  # (Hq,)
-    out: Any = None
+    out: Any = None  # the user's array
+    target: np.ndarray | None = None  # ``out`` in canonical form, where a kernel can write straight into it
     return_lse: bool = False
     wrt: tuple[str, ...] = ("q", "k", "v")
-    copied: list[str] = field(default_factory=list)  # arguments whose last axis was not contiguous
+    offset_given: bool = False  # False: q_offset is kv_length - q_length of each sequence
+    copied: list[str] = field(default_factory=list)  # arguments that a kernel could not read where they are
+    # What was prepared for calls that differ in addresses only. Taken: "forward", "backward", "extents" and the
+    # names of results; backends use the names of their files.
+    memo: dict[str, Any] = field(default_factory=dict)
+    # On a GPU:
+    device: int | None = None
+    addresses: dict[str, int] = field(default_factory=dict)  # of every argument that is a device array
+    views: Mapping[str, np.ndarray] = field(default_factory=dict)  # metadata of lengths, offsets, cu_seqlens there
+    keep: tuple[Any, ...] = ()  # copies, alive for the call
+    borrowed: tuple[Any, ...] = ()  # see arrays.Source
+    waits: tuple[int, ...] = ()
 
     def rows(self, array: np.ndarray, b: int, h: int, side: str) -> np.ndarray:
         """Rows of sequence ``b``, head ``h``: a view ``(T, ...)`` without the padding.
@@ -268,17 +290,22 @@ def _per_batch(name: str, value: Any, batch: int) -> np.ndarray:
     array = _host_array(name, value, f"integers of shape (B,) = ({batch},)")
     if array.size == 0:  # an empty list is float64 to NumPy
         array = array.astype(np.int64)
-    if array.dtype.kind not in "iu":
-        raise ProblemError(f"{name} has dtype {array.dtype}; expected integers")
-    if array.shape != (batch,):
-        raise ProblemError(f"{name} has shape {array.shape}; expected (B,) = ({batch},)")
+    _check_integers(name, array, (batch,))
     if any(abs(int(extreme)) > FARTHEST for extreme in (array.min(initial=0), array.max(initial=0))):
         raise ProblemError(f"{name} is {array.tolist()}; expected entries between -2**61 and 2**61")
     return np.ascontiguousarray(array, dtype=np.int64)
 
 
-def _lengths(name: str, value: Any, batch: int, longest: int) -> np.ndarray:
-    if value is None:
+def _check_integers(name: str, array: np.ndarray, shape: tuple[int, ...]) -> None:
+    if array.dtype.kind not in "iu":
+        raise ProblemError(f"{name} has dtype {array.dtype}; expected integers")
+    if array.shape != shape:
+        raise ProblemError(f"{name} has shape {array.shape}; expected (B,) = {_shown(shape)}")
+
+
+def _lengths(source: arrays.Source, name: str, value: Any, batch: int, longest: int) -> np.ndarray:
+    """Lengths (B,); on a GPU, where their values are not known here, the longest that they may be."""
+    if value is None or _on_device(source, name, value, (batch,)):
         return np.full(batch, longest, np.int64)
     lengths = _per_batch(name, value, batch)
     if ((lengths < 0) | (lengths > longest)).any():
@@ -286,18 +313,31 @@ def _lengths(name: str, value: Any, batch: int, longest: int) -> np.ndarray:
     return lengths
 
 
-def _cu_seqlens(name: str, value: Any, total: int, of: str) -> np.ndarray:
+def _cu_seqlens(source: arrays.Source, name: str, value: Any, total: int, of: str) -> tuple[np.ndarray, np.ndarray]:
+    """Starts and lengths (B,) of the sequences; on a GPU the bounds 0 and ``total``."""
     array = _host_array(name, value, "integers of shape (B + 1,)")
     if array.dtype.kind not in "iu":
         raise ProblemError(f"{name} has dtype {array.dtype}; expected integers")
     if array.ndim != 1 or len(array) < 1:
         raise ProblemError(f"{name} has shape {array.shape}; expected (B + 1,)")
+    batch = len(array) - 1
+    if _on_device(source, name, array, (batch + 1,)):
+        return np.zeros(batch, np.int64), np.full(batch, total, np.int64)
     offsets = np.ascontiguousarray(array, dtype=np.int64)
     if (np.diff(offsets) < 0).any():
         raise ProblemError(f"{name} is {offsets.tolist()}; expected a sequence that never falls")
     if offsets[0] < 0 or offsets[-1] > total:
         raise ProblemError(f"{name} is {offsets.tolist()}; expected values between 0 and {total}, the rows of {of}")
-    return offsets
+    return offsets[:-1], np.diff(offsets)
+
+
+def _on_device(source: arrays.Source, name: str, value: Any, shape: tuple[int, ...]) -> bool:
+    """Is this an integer array on a GPU? Its values stay there, unchecked; kernels clamp them."""
+    if name not in source.addresses:
+        return False
+    _check_integers(name, value, shape)
+    source.integers(name, value)
+    return True
 
 
 def _shown(shape: tuple[int | None, ...]) -> str:
@@ -311,11 +351,10 @@ def _expect(name: str, shape: tuple[int, ...], wanted: tuple[int | None, ...], w
 
 
 class _Canonical:
-    """Reads arguments of one call into canonical views, remembering what was copied."""
+    """Reads arguments of one call into canonical views; what a kernel could not read is copied."""
 
-    def __init__(self, layout: str, dims: int, lead: tuple[int, ...]) -> None:
-        self.layout, self.dims, self.lead = layout, dims, lead
-        self.copied: list[str] = []
+    def __init__(self, source: arrays.Source, layout: str, dims: int, lead: tuple[int, ...]) -> None:
+        self.source, self.layout, self.dims, self.lead = source, layout, dims, lead
 
     def user_shape(self, heads: int | None, rows: int | None, width: int | None) -> tuple[int | None, ...]:
         """The shape that an argument must have in the user's layout."""
@@ -325,50 +364,41 @@ class _Canonical:
         return (*self.lead, *tail)
 
     def take(self, name: str, array: np.ndarray) -> np.ndarray:
-        """View ``(S, H, T, width)``; one copy if the last axis is not contiguous."""
-        if not _is_plain(array) or (array.shape[-1] > 1 and array.strides[-1] != array.itemsize):
-            array = _copy(array)
-            self.copied.append(name)
-        view = arrays.heads_first(array, self.layout)
-        if view.size and not np.may_share_memory(view, array):
-            self.copied.append(name)
-        return view
-
-
-def _is_plain(array: np.ndarray) -> bool:
-    """Can a kernel read the elements where they are: native byte order, aligned, whole strides?"""
-    return array.dtype.isnative and array.flags.aligned and not any(s % array.itemsize for s in array.strides)
-
-
-def _copy(array: np.ndarray) -> np.ndarray:
-    """A contiguous copy in native byte order."""
-    return np.array(array, dtype=array.dtype.newbyteorder("="), order="C", copy=True)
+        """View ``(S, H, T, width)``; one copy if there is none."""
+        if not arrays.is_canonical(array):
+            array = self.source.copy(name, array)
+        return arrays.heads_first(array, self.layout)
 
 
 def _numpy_float(name: str, value: Any) -> np.ndarray:
-    array = arrays.as_numpy(name, value)
+    return _float(name, arrays.as_numpy(name, value))
+
+
+def _float(name: str, array: Any) -> Any:
     if array.dtype.name not in DTYPES:
         raise ProblemError(f"{name} has dtype {array.dtype}; expected one of {', '.join(DTYPES)}")
     return array
 
 
-def _check_same_device(named: dict[str, Any], gpu: bool) -> None:
-    for name, value in named.items():
+def _check_same_device(named: Mapping[str, Any], gpu: bool) -> None:
+    for name in (*_DEVICE, *_HOST_TOO):
+        value = named.get(name)
         if value is None or isinstance(value, (int, float, list, tuple, masks.Mask)):
             continue
-        if arrays.on_gpu(value) != gpu:
-            here, there = ("GPU", "CPU") if gpu else ("CPU", "GPU")
-            raise ProblemError(f"{name} is a {there} array and q a {here} array; expected all arrays on one device")
+        there = arrays.on_gpu(value)
+        if there != gpu and (there or name in _DEVICE):
+            here, other = ("GPU", "CPU") if gpu else ("CPU", "GPU")
+            raise ProblemError(f"{name} is a {other} array and q a {here} array; expected all arrays on one device")
 
 
 def known(options: Mapping[str, Any]) -> Mapping[str, Any]:
     """The options themselves, once every name is known to be one."""
-    names = Options.__annotations__
-    for name in options:
-        if name not in names:
-            close = difflib.get_close_matches(name, names, n=1)
-            hint = f"did you mean {close[0]!r}?" if close else f"expected one of {', '.join(names)}"
-            raise ProblemError(f"unknown option {name!r}; {hint}")
+    if not options.keys() <= _NAMES:
+        name = next(name for name in options if name not in _NAMES)
+        names = Options.__annotations__
+        close = difflib.get_close_matches(name, names, n=1)
+        hint = f"did you mean {close[0]!r}?" if close else f"expected one of {', '.join(names)}"
+        raise ProblemError(f"unknown option {name!r}; {hint}")
     return options
 
 
@@ -379,22 +409,7 @@ def check_forward_only(options: Mapping[str, Any]) -> None:
             raise ProblemError(f"{name} is not an option of the backward functions; expected it in the forward call")
 
 
-def check(
-    q: Any,
-    k: Any,
-    v: Any,
-    *,
-    varlen: bool | None = None,
-    cu_seqlens_q: Any = None,
-    cu_seqlens_k: Any = None,
-    dout: Any = None,
-    o: Any = None,
-    lse: Any = None,
-    dlse: Any = None,
-    wrt: Any = None,
-    direction: str = "forward",
-    **options: Any,
-) -> tuple[Problem, Operands]:
+def check(q: Any, k: Any, v: Any, **arguments: Any) -> tuple[Problem, Operands]:
     """Check a call and bring its arguments into canonical form.
 
     Parameters
@@ -411,8 +426,8 @@ def check(
         Gradients asked for, in order.
     direction : {"forward", "backward"}
         Which function was called: it decides which options are legal.
-    **options
-        See :class:`Options`.
+    **arguments
+        The others, and those of :class:`Options`.
 
     Returns
     -------
@@ -424,6 +439,31 @@ def check(
     ProblemError
         Naming the argument, its value and the rule.
     """
+    source = arrays.Source(q)
+    if arrays.on_gpu(q):
+        return _check_on_gpu(source, {"q": q, "k": k, "v": v, **arguments})
+    return _check(source, q, k, v, **arguments)
+
+
+def _check(
+    source: arrays.Source,
+    /,
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    varlen: bool | None = None,
+    cu_seqlens_q: Any = None,
+    cu_seqlens_k: Any = None,
+    dout: Any = None,
+    o: Any = None,
+    lse: Any = None,
+    dlse: Any = None,
+    wrt: Any = None,
+    direction: str = "forward",
+    **options: Any,
+) -> tuple[Problem, Operands]:
+    """:func:`check` with the device arrays replaced by their metadata."""
     known(options)
     _choice("direction", direction, DIRECTIONS)
     backward = direction == "backward"
@@ -463,17 +503,15 @@ def check(
         sram = _integer("sram", sram, 1, None, "a positive int (bytes), or None")
 
     # q, k, v: one device, one dtype, matching shapes.
-    gpu = arrays.on_gpu(q)
-    named = {"k": k, "v": v, "dout": dout, "o": o, "lse": lse, "dlse": dlse, "out": option("out")}
-    named |= {name: option(name) for name in ("mask", "bias", "sinks", "alibi_slopes", "q_lengths", "kv_lengths")}
-    named |= {"q_offset": option("q_offset"), "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
-    _check_same_device(named, gpu)
-    if gpu:
-        raise _wrong_device(backend or "cupy_raw", "q", "GPU")
-    if backend in ("cupy_raw", "numba_cuda"):
-        raise _wrong_device(backend, "q", "CPU")
+    if source.device is None:
+        _check_same_device(options | dict(
+            k=k, v=v, dout=dout, o=o, lse=lse, dlse=dlse, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k
+        ), gpu=False)  # fmt: skip
+    gpu = source.device is not None
     if backend is None:
-        backend = "numba_cpu" if algorithm in ("fa1", "fa2") else "numpy_tiled"
+        backend = "cupy_raw" if gpu else "numba_cpu" if algorithm in ("fa1", "fa2") else "numpy_tiled"
+    if gpu != (backend in ("cupy_raw", "numba_cuda")):
+        raise _wrong_device(backend, "q", "GPU" if gpu else "CPU")
     q_user, k_user, v_user = (_numpy_float(n, a) for n, a in (("q", q), ("k", k), ("v", v)))
     dtype = q_user.dtype.name
     for name, array in (("k", k_user), ("v", v_user)):
@@ -487,7 +525,7 @@ def check(
     if dims < 2:
         raise ProblemError(f"q has shape {q_user.shape}; expected at least two axes (Tq, d)")
     lead = q_user.shape[:-3] if dims > 3 else ()
-    form = _Canonical(layout, dims, lead)
+    form = _Canonical(source, layout, dims, lead)
     for name, array in (("k", k_user), ("v", v_user)):
         if array.ndim != dims:
             raise ProblemError(
@@ -507,36 +545,41 @@ def check(
 
     # Lengths and offsets.
     if varlen:
-        cu_q = _cu_seqlens("cu_seqlens_q", cu_seqlens_q, rows_q, "q")
-        cu_k = _cu_seqlens("cu_seqlens_k", cu_seqlens_k, rows_k, "k")
-        if len(cu_q) != len(cu_k):
+        q_starts, q_lengths = _cu_seqlens(source, "cu_seqlens_q", cu_seqlens_q, rows_q, "q")
+        k_starts, kv_lengths = _cu_seqlens(source, "cu_seqlens_k", cu_seqlens_k, rows_k, "k")
+        batch = len(q_lengths)
+        if len(kv_lengths) != batch:
             raise ProblemError(
-                f"cu_seqlens_k has shape {cu_k.shape}; expected {cu_q.shape} to match cu_seqlens_q"
+                f"cu_seqlens_k has shape ({len(kv_lengths) + 1},); expected ({batch + 1},) to match cu_seqlens_q"
             )
-        batch = len(cu_q) - 1
-        q_starts, k_starts, q_lengths, kv_lengths = cu_q[:-1], cu_k[:-1], np.diff(cu_q), np.diff(cu_k)
         longest_q, longest_k = int(q_lengths.max(initial=0)), int(kv_lengths.max(initial=0))
     else:
         batch, longest_q, longest_k = slots, rows_q, rows_k
         q_starts = k_starts = np.zeros(batch, np.int64)
-        q_lengths = _lengths("q_lengths", option("q_lengths"), batch, rows_q)
-        kv_lengths = _lengths("kv_lengths", option("kv_lengths"), batch, rows_k)
-    q_offset = _q_offset(option("q_offset"), batch, q_lengths, kv_lengths)
+        q_lengths = _lengths(source, "q_lengths", option("q_lengths"), batch, rows_q)
+        kv_lengths = _lengths(source, "kv_lengths", option("kv_lengths"), batch, rows_k)
+    offset_given = option("q_offset") is not None
+    if _on_device(source, "q_offset", option("q_offset"), (batch,)):
+        q_offset = np.zeros(batch, np.int64)
+    else:
+        q_offset = _q_offset(option("q_offset"), batch, q_lengths, kv_lengths)
 
     # Arrays beside q, k, v.
     shape = (batch, heads_q, longest_q, longest_k)
     mask = _mask(option("mask"), shape)
     if mask is not None and backend != "numpy_tiled":
         mask.program()  # a mask that compiled backends cannot run is refused before any work
-    bias, bias_shape = _bias(option("bias"), shape, dtype)
-    slopes = _alibi(option("alibi_slopes"), batch, heads_q)
-    sinks = _sinks(option("sinks"), heads_q, dtype)
+        if gpu:
+            masks.cuda_text(mask)
+    bias, bias_shape = _bias(source, option("bias"), shape, dtype)
+    slopes = _alibi(source, option("alibi_slopes"), batch, heads_q)
+    sinks = _sinks(source, option("sinks"), heads_q, dtype)
     wrt = _wrt(wrt, bias is not None, sinks is not None)
     out_shape = tuple(int(n) for n in form.user_shape(heads_q, rows_q, dv))  # type: ignore[arg-type]
     lse_shape = (rows_q,) if dims == 2 else (heads_q, rows_q) if dims == 3 else (*lead, heads_q, rows_q)
-    out = option("out")
-    if out is not None:
-        _check_out(out, out_shape, dtype, arrays.kind_of(q))
+    target = None
+    if option("out") is not None:
+        target = _check_out(source, option("out"), out_shape, dtype, layout)
 
     problem = Problem(
         B=batch, Hq=heads_q, Hkv=heads_kv, Tq=longest_q, Tk=longest_k, d=d, dv=dv, dtype=dtype,
@@ -551,17 +594,122 @@ def check(
         q=q4, k=k4, v=v4,
         visibility=masks.Visibility(problem.band, mask, q_offset, q_lengths, kv_lengths),
         q_starts=np.ascontiguousarray(q_starts), k_starts=np.ascontiguousarray(k_starts),
-        packed=varlen, kind=arrays.kind_of(q), layout=layout,
+        packed=varlen, kind=source.kind, layout=layout,
         user_shapes={"q": q_user.shape, "k": k_user.shape, "v": v_user.shape, "out": out_shape, "lse": lse_shape},
         bias=bias, alibi_slopes=slopes, sinks=sinks,
-        out=out, return_lse=return_lse, wrt=wrt,
+        out=option("out"), target=target, return_lse=return_lse, wrt=wrt, offset_given=offset_given,
+        device=source.device, addresses=source.addresses, views=source.views, borrowed=source.borrowed,
+        waits=source.waits,
     )  # fmt: skip
     if bias_shape is not None:
         operands.user_shapes["bias"] = bias_shape
+    if sinks is not None:
+        operands.user_shapes["sinks"] = sinks.shape
     if backward:
         _gradients(operands, form, dout=dout, o=o, lse=lse, dlse=dlse, dtype=dtype)
-    operands.copied = form.copied
+    operands.copied, operands.keep = list(source.copied), source.keep
+    if not gpu and target is not None and arrays.overlaps_input(operands):
+        operands.target = None
     return problem, operands
+
+
+# ---- calls on a GPU ------------------------------------------------------------------------------------
+
+_MEMO: dict[tuple[Any, ...], tuple[Problem, dict[str, Any]]] = {}
+_MEMO_LOCK = threading.Lock()
+MEMO_ENTRIES = 1024
+MEMO_BYTES = 1 << 16  # of one host array in a key
+_PLAIN = frozenset((bool, int, float, str, type(None)))
+_PER_CALL = ("out", "addresses", "keep", "borrowed", "waits")
+
+
+def _check_on_gpu(source: arrays.Source, given: dict[str, Any]) -> tuple[Problem, Operands]:
+    """:func:`check` for device arrays, remembering what it found.
+
+    Calls that differ in nothing but addresses (and the seed) share one problem, one template of
+    operands and one ``memo``. The key is what the check reads: of a device array its signature, of
+    anything on the host type and content. A call with something else, or with a copy, is not kept.
+    """
+    parts: list[Any] = []
+    known_content = True
+    seed = 0  # not in the key, it may change at every step of a training
+    for name, value in given.items():
+        cls = type(value)
+        if name == "seed":
+            seed = _seed(value)
+        elif cls in _PLAIN:
+            parts += name, cls, value
+        else:
+            content = _content(value) if cls is tuple or cls is list else source.read(name, value) or _content(value)
+            known_content = known_content and content is not None
+            parts += name, content
+    key = tuple(parts) if known_content else None
+    found = None if key is None else _MEMO.get(key)
+    if found is None:
+        problem, x = _check_new_on_gpu(source, given, frozen=key is not None)
+        if key is not None and not x.copied:
+            _remember(key, problem, x)
+    else:
+        problem, template = found
+        if problem.seed != seed:
+            problem = replace(problem, seed=seed)
+        x = Operands.__new__(Operands)
+        x.__dict__ = template | {
+            "out": given.get("out"), "addresses": source.addresses, "keep": source.keep,
+            "borrowed": source.borrowed, "waits": source.waits,
+        }  # fmt: skip
+    if x.target is not None and arrays.overlaps_input(x):
+        x.target, x.memo = None, {}
+    return problem, x
+
+
+def _check_new_on_gpu(source: arrays.Source, given: dict[str, Any], frozen: bool) -> tuple[Problem, Operands]:
+    """Check a call with device arrays; ``frozen``: what it holds of the host's must never change."""
+    _check_same_device(given, gpu=True)
+    source.device, source.originals = source.signatures["q"][4], given
+    for name, (*_, device, _, _) in source.signatures.items():
+        if device != source.device:
+            raise ProblemError(
+                f"{name} is on GPU {device} and q on GPU {source.device}; expected all arrays on one device"
+            )
+    metadata = dict(given)
+    for name in (*_DEVICE, *_HOST_TOO):
+        if name in source.addresses:
+            metadata[name] = source.view(name)
+        elif frozen and isinstance(given.get(name), (np.ndarray, masks.Mask)):
+            metadata[name] = copy.deepcopy(given[name])
+    problem, x = _check(source, **metadata)
+    x.out = given.get("out")
+    return problem, x
+
+
+def _content(value: Any) -> Any:
+    """Type and content of an argument on the host, hashable; None if that is not all there is to know."""
+    cls = type(value)
+    if cls in _PLAIN:
+        return cls, value
+    if cls is list or cls is tuple:
+        types = tuple(map(type, value))
+        if _PLAIN.issuperset(types):
+            return cls, types, tuple(value)
+        parts = tuple(map(_content, value))
+        return None if None in parts else (cls, parts)
+    if isinstance(value, masks.Mask) and cls.__module__ == masks.__name__:
+        parts = tuple((name, _content(field)) for name, field in vars(value).items())
+        return None if any(content is None for _, content in parts) else (cls, parts)
+    if isinstance(value, np.generic) or (
+        isinstance(value, np.ndarray) and value.nbytes <= MEMO_BYTES and not value.dtype.hasobject
+    ):
+        return cls, value.shape, value.dtype, value.tobytes()
+    return None
+
+
+def _remember(key: tuple[Any, ...], problem: Problem, x: Operands) -> None:
+    template = {name: value for name, value in vars(x).items() if name not in _PER_CALL}
+    with _MEMO_LOCK:
+        while len(_MEMO) >= MEMO_ENTRIES:
+            del _MEMO[next(iter(_MEMO))]
+        _MEMO[key] = problem, template
 
 
 def _window(window: Any) -> tuple[int | None, int | None] | None:
@@ -594,6 +742,8 @@ def _mask(value: Any, shape: tuple[int, int, int, int]) -> masks.Mask | None:
     if value is None:
         return None
     mask = value if isinstance(value, masks.Mask) else masks.Dense(arrays.as_numpy("mask", value))
+    if isinstance(mask, masks.Dense) and isinstance(value, arrays.DeviceView):
+        object.__setattr__(mask, "array", mask.array.view(arrays.DeviceView))  # it must not pass for a real one
     mask.check(shape)
     return mask
 
@@ -605,7 +755,7 @@ def _check_side_dtype(name: str, array: np.ndarray, dtype: str) -> None:
 
 
 def _bias(
-    value: Any, shape: tuple[int, int, int, int], dtype: str
+    source: arrays.Source, value: Any, shape: tuple[int, int, int, int], dtype: str
 ) -> tuple[np.ndarray | None, tuple[int, ...] | None]:
     if value is None:
         return None, None
@@ -616,11 +766,12 @@ def _bias(
     )
     if not fits:
         raise ProblemError(f"bias has shape {array.shape}; expected broadcastable to (B, Hq, Tq, Tk) = {shape}")
-    plain = array if _is_plain(array) else _copy(array)
+    plain = array if arrays.is_plain(array) else source.copy("bias", array)
     return plain.reshape((1,) * (4 - array.ndim) + array.shape), array.shape
 
 
-def _alibi(value: Any, batch: int, heads: int) -> np.ndarray | None:
+def _alibi(source: arrays.Source, value: Any, batch: int, heads: int) -> np.ndarray | None:
+    """Slopes (B, Hq): float64; on a GPU float32 or float64, of any strides."""
     if value is None:
         return None
     array = _host_array("alibi_slopes", value, f"floats of shape ({heads},) or ({batch}, {heads})")
@@ -628,16 +779,23 @@ def _alibi(value: Any, batch: int, heads: int) -> np.ndarray | None:
         raise ProblemError(f"alibi_slopes has dtype {array.dtype}; expected floats")
     if array.shape not in ((heads,), (batch, heads)):
         raise ProblemError(f"alibi_slopes has shape {array.shape}; expected ({heads},) or ({batch}, {heads})")
-    return np.ascontiguousarray(np.broadcast_to(array, (batch, heads)), dtype=np.float64)
+    if "alibi_slopes" not in source.addresses:
+        return np.ascontiguousarray(np.broadcast_to(array, (batch, heads)), dtype=np.float64)
+    wide = array.dtype in (np.float32, np.float64)
+    if not (wide and arrays.is_plain(array)):
+        array = source.copy("alibi_slopes", array, None if wide else np.float32)
+    return np.broadcast_to(array, (batch, heads), subok=True)
 
 
-def _sinks(value: Any, heads: int, dtype: str) -> np.ndarray | None:
+def _sinks(source: arrays.Source, value: Any, heads: int, dtype: str) -> np.ndarray | None:
     if value is None:
         return None
     array = arrays.as_numpy("sinks", value)
     _check_side_dtype("sinks", array, dtype)
     if array.shape != (heads,):
         raise ProblemError(f"sinks has shape {array.shape}; expected (Hq,) = ({heads},)")
+    if "sinks" in source.addresses and not (arrays.is_plain(array) and array.flags.c_contiguous):
+        return source.copy("sinks", array)
     return array
 
 
@@ -657,18 +815,22 @@ def _wrt(value: Any, has_bias: bool, has_sinks: bool) -> tuple[str, ...]:
     return tuple(value)
 
 
-def _check_out(out: Any, shape: tuple[int, ...], dtype: str, kind: str) -> None:
-    array = arrays.as_numpy("out", out)
-    if kind == "jax":
+def _check_out(
+    source: arrays.Source, out: Any, shape: tuple[int, ...], dtype: str, layout: str
+) -> np.ndarray | None:
+    """Check ``out``; its canonical form if a kernel can write to it where it is."""
+    array, given = arrays.as_numpy("out", out), source.originals.get("out", out)
+    if source.kind == "jax":
         raise ProblemError("out is given with JAX arrays, which cannot be written to; expected None")
-    if arrays.kind_of(out) != kind:
-        raise ProblemError(f"out is a {type(out).__name__}; expected the kind of array that q is")
+    if arrays.result_kind(given) != source.kind:
+        raise ProblemError(f"out is a {type(given).__name__}; expected the kind of array that q is")
     if array.shape != shape:
         raise ProblemError(f"out has shape {array.shape}; expected {shape}")
     if array.dtype.name != dtype:
         raise ProblemError(f"out has dtype {array.dtype}; expected {dtype} to match q")
     if not array.flags.writeable:
         raise ProblemError("out is read-only; expected a writable array")
+    return arrays.heads_first(array, layout) if arrays.is_canonical(array) else None
 
 
 def _gradients(
@@ -690,8 +852,9 @@ def _gradients(
         if array.dtype.name != statistic:
             raise ProblemError(f"{name} has dtype {array.dtype}; expected {statistic} for {dtype} arrays")
         _expect(name, array.shape, operands.user_shapes["lse"], "as lse")
-        plain = array if _is_plain(array) else _copy(array)
-        setattr(operands, name, plain.reshape(operands.q.shape[:3]))
+        if not (arrays.is_plain(array) and arrays.can_merge(array, array.ndim - 2)):
+            array = form.source.copy(name, array)
+        setattr(operands, name, array.reshape(operands.q.shape[:3]))
 
 
 def _wrong_device(backend: str, name: str, device: str) -> Exception:
@@ -700,18 +863,27 @@ def _wrong_device(backend: str, name: str, device: str) -> Exception:
     return unavailable(backend, f"{name} is a {device} array")
 
 
-def check_parts(outs: Any, lses: Any) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """Check the arguments of ``merge_attention``: outs (..., H, T, d) and lses (..., H, T)."""
+def check_parts(outs: Any, lses: Any) -> tuple[arrays.Source, list[Any], list[Any]]:
+    """Check the arguments of ``merge_attention``: outs (..., H, T, d) and lses (..., H, T).
+
+    Returns where they lie, and both as arrays of NumPy, or of CuPy for arrays on a GPU.
+    """
     for name, value in (("outs", outs), ("lses", lses)):
         if not isinstance(value, (list, tuple)):
             raise ProblemError(f"{name} is a {type(value).__name__}; expected a list or tuple of arrays")
-        for part in value:
-            if arrays.on_gpu(part):
-                raise _wrong_device("cupy_raw", name, "GPU")
     if len(outs) == 0 or len(outs) != len(lses):
         raise ProblemError(f"outs has {len(outs)} entries and lses {len(lses)}; expected as many, at least one")
-    parts = [_numpy_float("outs", part) for part in outs]
-    logs = [_numpy_float("lses", part) for part in lses]
+    source, gpu = arrays.Source(outs[0]), arrays.on_gpu(outs[0])
+
+    def read(name: str, part: Any) -> Any:
+        if arrays.on_gpu(part) != gpu:
+            raise ProblemError(f"{name} has arrays on the GPU and on the CPU; expected all arrays on one device")
+        if not gpu:
+            return _numpy_float(name, part)
+        return _float(name, source.cupy(name, part))
+
+    parts = [read("outs", part) for part in outs]
+    logs = [read("lses", part) for part in lses]
     for part, log in zip(parts, logs, strict=True):
         if part.shape != parts[0].shape or part.dtype != parts[0].dtype:
             raise ProblemError(
@@ -719,15 +891,13 @@ def check_parts(outs: Any, lses: Any) -> tuple[list[np.ndarray], list[np.ndarray
             )
         if log.shape != part.shape[:-1]:
             raise ProblemError(f"lses has an entry of shape {log.shape}; expected {part.shape[:-1]} to match outs")
-    return parts, logs
+    return source, parts, logs
 
 
-def check_dropout(p: Any, seed: Any, shape: Any, like: Any) -> tuple[float, int, tuple[int, int, int, int]]:
+def check_dropout(p: Any, seed: Any, shape: Any) -> tuple[float, int, tuple[int, int, int, int]]:
     """Check the arguments of ``dropout_mask``."""
     rule = "four ints (B, Hq, Tq, Tk), each >= 0"
     if not hasattr(shape, "__len__") or len(shape) != 4:
         raise _fail("shape", shape, rule)
     sizes = tuple(_integer("shape", n, 0, None, rule) for n in shape)
-    if like is not None and arrays.on_gpu(like):
-        raise _wrong_device("cupy_raw", "like", "GPU")
     return _probability("p", p), _seed(seed), (sizes[0], sizes[1], sizes[2], sizes[3])

@@ -24,7 +24,7 @@ first: it costs no traffic) until the sum is at most M.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -34,6 +34,12 @@ from rawflash.problem import Problem
 
 ON_CHIP = "on-chip"
 REGISTERS = "registers"
+SIMT, SPLIT = "simt", "split"
+SPLIT_ROWS = 128  # of a forward block of the "split" family: 16 for each of eight warps, so that a row is one warp's
+SPLIT_MOST = 64  # keys of a forward block, rows and keys of a backward one: what accumulators leave of the registers
+SPLIT_LEAST = 32  # rows and keys of its backward blocks: fewer would leave warps without a piece
+SIMT_SIDE = 16  # "simt" kernels have 16 x 16 threads a block
+SIMT_VECTOR_BYTES = 16  # of one load from shared memory
 STANDARD_BLOCKS = 3  # the two factors and the result of one matrix product
 DAO_BACKWARD_BLOCKS = 4  # what Dao et al. 2022 (algorithm 4, line 1) divide M by: overflows, see plan_tiles
 IJ, JI, PRODUCTS, RESIDENT, STREAMED = "ij", "ji", "products", "resident", "streamed"
@@ -86,6 +92,9 @@ class Tiles:
         The loops: "ij" (Q outside), "ji" (K/V outside), "products", "resident" or "streamed".
     panel : int
         Only "products": whole rows of scores that the softmax takes at a time.
+    family : str
+        Of the kernels that the plan is for, see :class:`rawflash.hardware.Chip`. "split": float32 products on
+        tensor cores, as sums of products of bfloat16 parts.
 
     Examples
     --------
@@ -106,6 +115,7 @@ class Tiles:
     on_chip_bytes: int | None = None
     order: str = ""
     panel: int = 0
+    family: str = ""
 
     @property
     def smem_bytes(self) -> int:
@@ -125,6 +135,8 @@ class Tiles:
             lines.append(
                 f"  {tile.name:<{width}}   {shape:<9} x {tile.itemsize} bytes = {tile.bytes:>7}  {tile.where}"
             )
+        if self.family == SPLIT:
+            lines.append("  float32 products on tensor cores, by six products of bfloat16 parts")
         if self.panel:
             lines.append(f"  softmax by panels of {self.panel} whole rows of scores")
         if self.on_chip_bytes is not None:
@@ -132,10 +144,40 @@ class Tiles:
         return "\n".join(lines)
 
 
+def grouped_width(n: int, itemsize: int) -> int:
+    """How many neighbouring numbers a thread of a "simt" kernel owns in a row of ``n`` (``Grouped`` in tile.cuh).
+
+    As many as a vector has, unless that would leave more than an eighth of the threads' work idle.
+    """
+    widths = [w for w in (4, 2) if w <= SIMT_VECTOR_BYTES // itemsize]
+    return next((w for w in widths if 8 * _padded(n, w * SIMT_SIDE) <= 9 * _padded(n, SIMT_SIDE)), 1)
+
+
+def pitch(n: int, itemsize: int) -> int:
+    """Numbers between two rows of a "simt" tile of ``n`` columns: what threads touch, as an odd number of vectors."""
+    vector = SIMT_VECTOR_BYTES // itemsize
+    vectors = -(-_padded(n, grouped_width(n, itemsize) * SIMT_SIDE) // vector)
+    return (vectors | 1) * vector
+
+
+def split_pitch(n: int) -> int:
+    """Numbers between two rows of a "split" tile of ``n`` columns: all pieces of 32, and 8 modulo 32 (mma/split.cuh)."""
+    return _padded(n, 32) + 8
+
+
+def family_of(problem: Problem, chip: Chip) -> str:
+    """The family of kernels for a problem on a chip."""
+    return SIMT if chip.family == SPLIT and problem.dtype != "float32" else chip.family
+
+
+def _padded(n: int, granule: int) -> int:
+    return -(-n // granule) * granule
+
+
 def item_sizes(problem: Problem, chip: Chip) -> tuple[int, int]:
     """Bytes of an input element on chip, and of an accumulator's element."""
     accumulator = np.dtype(problem.compute_dtype).itemsize
-    if chip.family in ("loops", "vector"):
+    if chip.family in ("loops", "vector", SIMT, SPLIT):
         return accumulator, accumulator  # tiles are converted when they are loaded
     return {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}[problem.dtype], accumulator
 
@@ -224,18 +266,21 @@ def _flash(problem: Problem, chip: Chip, direction: str, order: str | None, bloc
         order = IJ if (problem.algorithm, direction) == ("fa2", "forward") else JI
     granule, D = chip.granule, max(problem.d, problem.dv)
     item, _ = item_sizes(problem, chip)
+    if family_of(problem, chip) == SPLIT:
+        return _split(problem, chip, direction, order)
 
     def tiles_of(outer: int, inner: int, limit: int) -> Tiles:
         br, bc = (outer, inner) if order == IJ else (inner, outer)
         resident = _flash_resident(problem, chip, direction, order, br, bc)
-        return Tiles(br, bc, resident, chip.name, limit, order)
+        return Tiles(br, bc, resident, chip.name, limit, order, family=family_of(problem, chip))
 
     needed = tiles_of(granule, granule, 0).smem_bytes
     limit = _available(problem, chip)
     if blocks is None:
         limit = _limit(problem, chip, direction, f"blocks of {granule} rows", needed)
     # M / (4d) or M / (8d) in elements; in bytes, each of the named blocks with its own item size.
-    row_bytes = D * (item * blocks if blocks else sum(tile.itemsize for tile in tiles_of(1, 1, 0).resident))
+    on_chip = (tile.itemsize for tile in tiles_of(1, 1, 0).resident if tile.where == ON_CHIP)
+    row_bytes = D * (item * blocks if blocks else sum(on_chip))
     rows = limit // row_bytes
     T_outer, T_inner = (problem.Tq, problem.Tk) if order == IJ else (problem.Tk, problem.Tq)
     most = chip.most_rows or max(problem.Tq, problem.Tk)
@@ -246,12 +291,48 @@ def _flash(problem: Problem, chip: Chip, direction: str, order: str | None, bloc
     return tiles_of(outer, inner, limit)
 
 
+def _split(problem: Problem, chip: Chip, direction: str, order: str) -> Tiles:
+    """Blocks of the "split" family: powers of two, as its pieces share out evenly; else those of "simt"."""
+    limit, D = _available(problem, chip), max(problem.d, problem.dv)
+
+    def tiles_of(br: int, bc: int) -> Tiles:
+        resident = _flash_resident(problem, chip, direction, order, br, bc)
+        return Tiles(br, bc, resident, chip.name, limit, order, family=SPLIT)
+
+    item = 4
+    factors = 4 if direction == "forward" else 6
+    rows = limit // (factors * item * D)
+    if direction == "forward":
+        br, bc, least = SPLIT_ROWS, _power(min(rows, SPLIT_MOST, max(D, SPLIT_LEAST))), chip.granule
+    else:
+        least = SPLIT_LEAST
+        bc = max(_power(min(rows, SPLIT_MOST)), least)
+        br = max(_power(min(rows, SPLIT_MOST, D)), least)
+    while tiles_of(br, bc).smem_bytes > limit and bc > least:
+        bc //= 2
+        if direction == "backward":
+            br = min(br, bc)
+    tiles = tiles_of(br, bc)
+    if tiles.smem_bytes > limit:
+        return _flash(problem, replace(chip, family=SIMT), direction, order, None)
+    return tiles
+
+
+def _power(n: int) -> int:
+    """The largest power of two that is at most ``n``; at least 1."""
+    return 1 << max(n.bit_length() - 1, 0)
+
+
 def _flash_resident(
     problem: Problem, chip: Chip, direction: str, order: str, br: int, bc: int
 ) -> tuple[Tile, ...]:
     """The four or eight resident blocks, by name."""
     d, dv = problem.d, problem.dv
     item, accumulator = item_sizes(problem, chip)
+    if chip.family in (SIMT, SPLIT):
+        split = family_of(problem, chip) == SPLIT
+        to_d, to_dv = (split_pitch(n) if split else pitch(n, item) for n in (problem.d, problem.dv))
+        return _factors_on_chip(problem, direction, br, bc, item, to_d, to_dv)
     if direction == "forward" and order == IJ:
         return (
             Tile("Q", br, d, item),
@@ -277,6 +358,25 @@ def _flash_resident(
         Tile("dQ", br, d, accumulator),
         Tile("dK", bc, d, accumulator),
         Tile("dV", bc, dv, accumulator),
+    )
+
+
+def _factors_on_chip(
+    problem: Problem, direction: str, br: int, bc: int, item: int, to_d: int, to_dv: int
+) -> tuple[Tile, ...]:
+    """Accumulators in registers, factors of the products in shared memory, their rows a pitch apart."""
+    d, dv, to_bc = problem.d, problem.dv, pitch(bc, item)
+    factors = (Tile("Q", br, to_d, item), Tile("K", bc, to_d, item), Tile("V", bc, to_dv, item))
+    if direction == "forward":
+        return (*factors, Tile("S", br, to_bc, item), Tile("O", br, dv, item, REGISTERS))
+    return (
+        *factors,
+        Tile("dO", br, to_dv, item),
+        Tile("P", br, to_bc, item),
+        Tile("dS", br, to_bc, item),
+        Tile("dQ", br, d, item, REGISTERS),
+        Tile("dK", bc, d, item, REGISTERS),
+        Tile("dV", bc, dv, item, REGISTERS),
     )
 
 

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from rawflash.errors import BackendError
-from rawflash.hardware import Chip, chip_of
+from rawflash.hardware import Chip, chip_of, why_no_gpu
 from rawflash.problem import Problem
 
 
@@ -47,7 +47,9 @@ class Backend:
     instead: str
 
 
+GPU_ARRAYS = "NVIDIA GPU arrays"
 ON_CPU = "use 'numba_cpu' or 'numpy_tiled' on CPU arrays"
+CUPY = "pip install cupy-cuda13x, or cupy-cuda12x for an older driver"
 
 BACKENDS = {
     "numba_cpu": Backend("rawflash.backends.numba_cpu", ("fa1", "fa2"), "CPU arrays", "numba", "pip install numba"),
@@ -58,8 +60,8 @@ BACKENDS = {
         "numpy",
         "pip install numpy",
     ),
-    "cupy_raw": Backend(None, ("fa1", "fa2"), "NVIDIA GPU arrays", "cupy", ON_CPU),
-    "numba_cuda": Backend(None, ("fa1", "fa2"), "NVIDIA GPU arrays", "numba_cuda", ON_CPU),
+    "cupy_raw": Backend("rawflash.backends.cupy_raw", ("fa1", "fa2"), GPU_ARRAYS, "cupy", CUPY),
+    "numba_cuda": Backend(None, ("fa1", "fa2"), GPU_ARRAYS, "numba_cuda", ON_CPU),
 }
 
 
@@ -73,13 +75,15 @@ def unavailable(name: str, why: str) -> BackendError:
     return BackendError(f"backend {name!r} takes {row.runs_on}: {why}; pass {row.runs_on}, or another backend=")
 
 
-def lookup(problem: Problem, direction: str) -> tuple[Callable[..., None], Chip]:
+def lookup(problem: Problem, direction: str, device: int | None = None) -> tuple[Callable[..., None], Chip]:
     """The kernel for a problem and the chip that it runs on.
 
     Parameters
     ----------
     problem : Problem
     direction : {"forward", "backward"}
+    device : int, optional
+        The GPU that the arrays are on; None: the current one.
 
     Raises
     ------
@@ -90,20 +94,21 @@ def lookup(problem: Problem, direction: str) -> tuple[Callable[..., None], Chip]
     if row.module is None:
         raise unavailable(problem.backend, "it has no kernels yet")
     if problem.algorithm not in row.algorithms:
-        having = [name for name, other in BACKENDS.items() if problem.algorithm in other.algorithms and other.module]
+        having = {n: other for n, other in BACKENDS.items() if problem.algorithm in other.algorithms and other.module}
         raise BackendError(
-            f"backend {problem.backend!r} has no algorithm {problem.algorithm!r}; {', '.join(having)} has it"
+            f"backend {problem.backend!r} has no algorithm {problem.algorithm!r}; {', '.join(having)} has it, "
+            f"for {', '.join({other.runs_on for other in having.values()})}"
         )
     name = f"{problem.algorithm}_{direction}"
     try:
         module = importlib.import_module(f"{row.module}.{name}")
     except ImportError as error:
         raise BackendError(f"backend {problem.backend!r} cannot load: {error}; {row.instead}") from error
-    return getattr(module, name), chip_of(problem.backend)
+    return getattr(module, name), chip_of(problem.backend, device)
 
 
 def why_not(name: str, algorithm: str = "fa2") -> str | None:
-    """Why a backend cannot run an algorithm here, or None when it can; loads nothing.
+    """Why a backend cannot run an algorithm here, or None when it can; loads no kernel.
 
     Parameters
     ----------
@@ -118,4 +123,4 @@ def why_not(name: str, algorithm: str = "fa2") -> str | None:
         return f"it has no algorithm {algorithm!r}, only {', '.join(row.algorithms)}"
     if importlib.util.find_spec(row.needs) is None:
         return f"{row.needs} is not installed; {row.instead}"
-    return None
+    return why_no_gpu() if row.runs_on == GPU_ARRAYS else None

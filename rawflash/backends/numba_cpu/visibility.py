@@ -56,7 +56,7 @@ def _class_of(step, b, h, i0, i1, j0, j1, offset):
     seen = 0
     for i in range(i0, i1):
         for j in range(j0, j1):
-            seen += load_u8(base + i * step[3] + j * step[4])
+            seen += load_u8(base + i * step[3] + j * step[4]) != 0  # any other byte is True
     if seen == 0:
         return EMPTY
     return FULL if seen == (i1 - i0) * (j1 - j0) else PARTIAL

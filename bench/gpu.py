@@ -1,0 +1,281 @@
+"""Time the GPU kernels beside PyTorch and dense CuPy, in one process, and write a record.
+
+    python bench/gpu.py                     # every table, record in bench/results/
+    python bench/gpu.py --tune 128 float32  # blocks by hand for one head dimension: which are fastest
+
+Device time: calls queued between two events, kernels alternating round by round (burst), and each for a while on its
+own (sustained); medians. FLOPs: 4 B H T^2 d forward, half of it when causal, 2.5 times that backward.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import itertools
+import json
+import math
+import pathlib
+import platform
+import statistics
+import subprocess
+import time
+from dataclasses import replace
+
+import cupy
+import numpy as np
+import torch
+
+import rawflash as rf
+from rawflash import tiling
+from rawflash.backends import lookup
+from rawflash.problem import check
+
+QUEUED = 8
+
+
+def flops(B, H, T, d, causal, backward=False):
+    return 4 * B * H * T * T * d * (0.5 if causal else 1.0) * (2.5 if backward else 1.0)
+
+
+def seconds(call, calls=QUEUED):
+    """Device time of one of several queued calls."""
+    start, end = (cupy.cuda.Event() for _ in range(2))
+    start.record()
+    for _ in range(calls):
+        call()
+    end.record()
+    end.synchronize()
+    return cupy.cuda.get_elapsed_time(start, end) / calls / 1e3
+
+
+def burst(calls, rounds=9):
+    """Medians over rounds in which every call has its turn."""
+    for call in calls.values():
+        seconds(call, 2)
+    times = {name: [] for name in calls}
+    for _ in range(rounds):
+        for name, call in calls.items():
+            times[name].append(seconds(call))
+    return {name: statistics.median(t) for name, t in times.items()}
+
+
+def sustained(call, period=1.0):
+    """Median of the second half of a while of nothing else."""
+    times, end = [], time.perf_counter() + period
+    while time.perf_counter() < end:
+        times.append(seconds(call))
+    return statistics.median(times[len(times) // 2 :])
+
+
+def inputs(B, H, T, d, dtype):
+    generator = torch.Generator("cuda").manual_seed(1)
+    shape = (B, H, T, d)
+    return [torch.randn(shape, generator=generator, device="cuda", dtype=getattr(torch, dtype)) for _ in range(4)]
+
+
+def ours(x, causal, backward=False, **options):
+    q, k, v, dout = (cupy.from_dlpack(a) for a in x)
+    options = dict(causal=causal, **options)
+    if not backward:
+        return lambda: rf.attention(q, k, v, **options)
+    out, lse = rf.attention(q, k, v, return_lse=True, **options)
+    return lambda: rf.attention_backward(dout, q, k, v, out, lse, **options)
+
+
+def efficient(x, causal, backward=False):
+    """PyTorch's memory-efficient attention, the fused kernel that it has for float32."""
+    q, k, v, dout = x
+    scale = 1 / math.sqrt(q.shape[-1])
+    forward = torch.ops.aten._scaled_dot_product_efficient_attention
+    if not backward:
+        return lambda: forward(q, k, v, None, False, 0.0, causal, scale=scale)
+    out, lse, seed, offset = forward(q, k, v, None, True, 0.0, causal, scale=scale)
+    gradient = torch.ops.aten._scaled_dot_product_efficient_attention_backward
+    wanted = [True, True, True, False]
+    return lambda: gradient(dout, q, k, v, None, out, lse, seed, offset, 0.0, wanted, causal, scale=scale)
+
+
+def dense(x, causal):
+    """What a user of CuPy writes today."""
+    q, k, v, _ = (cupy.from_dlpack(a) for a in x)
+    scale = q.dtype.type(1 / math.sqrt(q.shape[-1]))
+    hidden = ~cupy.tri(q.shape[2], k.shape[2], dtype=bool)
+
+    def call():
+        s = cupy.matmul(q, k.swapaxes(-1, -2)) * scale
+        if causal:
+            s = cupy.where(hidden, -cupy.inf, s)
+        p = cupy.exp(s - s.max(axis=-1, keepdims=True))
+        return cupy.matmul(p / p.sum(axis=-1, keepdims=True), v)
+
+    return call
+
+
+def extra_bytes(call):
+    """Most device memory that a call takes beside its inputs."""
+    pool = cupy.get_default_memory_pool()
+    result = call()
+    del result
+    pool.free_all_blocks()
+    before = pool.total_bytes()
+    result = call()
+    cupy.cuda.get_current_stream().synchronize()
+    taken = pool.total_bytes() - before
+    del result
+    return taken
+
+
+def by_hand(x, causal, backward, br, bc, **options):
+    """Our call with blocks of another size than planned; None where they do not fit."""
+    q, k, v, dout = (cupy.from_dlpack(a) for a in x)
+    options = dict(causal=causal, **options)
+    direction = "backward" if backward else "forward"
+    given = {}
+    if backward:
+        out, lse = rf.attention(q, k, v, return_lse=True, **options)
+        given = dict(dout=dout, o=out, lse=lse)
+    problem, operands = check(q, k, v, direction=direction, **given, **options)
+    kernel, chip = lookup(problem, direction, operands.device)
+    planned = tiling.plan_tiles(problem, chip, direction)
+    resident = tiling._flash_resident(problem, chip, direction, planned.order, br, bc)
+    tiles = replace(planned, br=br, bc=bc, resident=resident)
+    if tiles.smem_bytes > chip.on_chip_bytes:
+        return None
+    operands.memo = {direction: (kernel, tiles)}
+    from rawflash import api, arrays
+
+    run = api._backward if backward else api._forward
+    arrays.on(operands)
+    return lambda: run(problem, operands)
+
+
+def tune(d, dtype, T=4096, tokens=16384):
+    B, H = tokens // T, 2048 // d
+    x = inputs(B, H, T, d, dtype)
+    sizes = (32, 48, 64, 80, 96, 112, 128, 160, 192)
+    for backward, causal in itertools.product((False, True), (False,)):
+        rows = []
+        for br, bc in itertools.product(sizes, sizes):
+            call = by_hand(x, causal, backward, br, bc)
+            if call is None or br * d > 128 * 192 or br * bc > 128 * 160:
+                continue
+            time_ = burst({"": call}, 3)[""]
+            rows.append((flops(B, H, T, d, causal, backward) / time_ / 1e12, br, bc))
+        for rate, br, bc in sorted(rows, reverse=True)[:14]:
+            print(f"{dtype} d={d} {'backward' if backward else 'forward'} br={br} bc={bc}: {rate:.1f} TFLOP/s", flush=True)
+
+
+def versions():
+    driver = subprocess.run(
+        ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"], capture_output=True, text=True
+    ).stdout.strip()
+    name = cupy.cuda.runtime.getDeviceProperties(0)["name"].decode()
+    return {
+        "gpu": name, "driver": driver, "rawflash": rf.__version__, "cupy": cupy.__version__, "torch": torch.__version__,
+        "numpy": np.__version__, "python": platform.python_version(),
+        "nvrtc": ".".join(map(str, cupy.cuda.nvrtc.getVersion())), "date": datetime.date.today().isoformat(),
+    }  # fmt: skip
+
+
+def peers():
+    """float32 beside PyTorch's memory-efficient attention."""
+    rows = []
+    for d, T in itertools.product((64, 128), (2048, 4096, 8192)):
+        B, H = 16384 // T, 2048 // d
+        x = inputs(B, H, T, d, "float32")
+        for causal, backward in itertools.product((False, True), (False, True)):
+            calls = {"rawflash": ours(x, causal, backward), "torch": efficient(x, causal, backward)}
+            work = flops(B, H, T, d, causal, backward) / 1e12
+            times = burst(calls)
+            steady = {name: sustained(call, 0.5) for name, call in calls.items()}
+            row = {"d": d, "T": T, "causal": causal, "backward": backward}
+            row |= {f"{name}_burst": round(work / t, 1) for name, t in times.items()}
+            row |= {f"{name}_sustained": round(work / t, 1) for name, t in steady.items()}
+            row["ratio"] = round(times["torch"] / times["rawflash"], 3)
+            print(row, flush=True)
+            rows.append(row)
+    return rows
+
+
+def against_dense():
+    rows = []
+    for B, H, T, d in ((4, 16, 4096, 128), (1, 8, 2048, 64)):
+        x = inputs(B, H, T, d, "float32")
+        for causal in (False, True):
+            calls = {"fa2": ours(x, causal), "fa1": ours(x, causal, algorithm="fa1"), "dense": dense(x, causal)}
+            times = burst(calls, 5)
+            row = {"shape": (B, H, T, d), "causal": causal}
+            row |= {f"{name}_ms": round(t * 1e3, 3) for name, t in times.items()}
+            row |= {f"{name}_bytes": extra_bytes(call) for name, call in calls.items()}
+            row["fa2_times"] = round(times["dense"] / times["fa2"], 2)
+            row["fa1_times"] = round(times["dense"] / times["fa1"], 2)
+            print(row, flush=True)
+            rows.append(row)
+    return rows
+
+
+def doubles():
+    """float64 against the card's plain rate: a chain of fused multiply-adds in every thread."""
+    source = """extern "C" __global__ void chain(double* x) {
+        double a[8]; for (int i = 0; i < 8; i++) a[i] = x[threadIdx.x] + i;
+        for (int n = 0; n < 4096; n++) for (int i = 0; i < 8; i++) a[i] = fma(a[i], 0.999, 0.001);
+        double s = 0; for (int i = 0; i < 8; i++) s += a[i]; x[threadIdx.x] = s; }"""
+    chain, space = cupy.RawKernel(source, "chain"), cupy.zeros(256)
+    blocks = 132 * 8 * 4
+    rate = blocks * 256 * 4096 * 8 * 2 / burst({"": lambda: chain((blocks,), (256,), (space,))})[""] / 1e12
+    rows = [{"plain_rate": round(rate, 1)}]
+    for d, T in ((64, 4096), (128, 4096)):
+        B, H = 8192 // T, 2048 // d
+        x = inputs(B, H, T, d, "float64")
+        for causal, backward in itertools.product((False, True), (False, True)):
+            time_ = burst({"": ours(x, causal, backward)}, 5)[""]
+            found = flops(B, H, T, d, causal, backward) / time_ / 1e12
+            rows.append({"d": d, "T": T, "causal": causal, "backward": backward, "tflops": round(found, 2),
+                         "share": round(found / rate, 3)})  # fmt: skip
+            print(rows[-1], flush=True)
+    return rows
+
+
+def host_overhead():
+    """Host time of a warm call: as many as fit the queue, the device doing next to nothing."""
+    q = cupy.zeros((1, 1, 16, 16), np.float32)
+    t = torch.zeros((1, 1, 16, 16), device="cuda")
+    out, lse = rf.attention(q, q, q, return_lse=True)
+    calls = {
+        "attention": lambda: rf.attention(q, q, q, causal=True),
+        "attention, lse": lambda: rf.attention(q, q, q, return_lse=True),
+        "attention, torch": lambda: rf.attention(t, t, t, causal=True),
+        "attention_backward": lambda: rf.attention_backward(q, q, q, q, out, lse),
+    }
+    found = {}
+    for name, call in calls.items():
+        call()
+        best = math.inf
+        for _ in range(20):
+            cupy.cuda.get_current_stream().synchronize()
+            start = time.perf_counter()
+            for _ in range(200):
+                call()
+            best = min(best, (time.perf_counter() - start) / 200)
+        found[name] = round(best * 1e6, 2)
+    print("host microseconds", found, flush=True)
+    return found
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--tune", nargs=2, metavar=("d", "dtype"))
+    parser.add_argument("--out", default=f"bench/results/gpu-{datetime.date.today()}.json")
+    parser.add_argument("--only", nargs="*", default=("host_overhead", "peers", "against_dense", "doubles"))
+    args = parser.parse_args()
+    if args.tune:
+        tune(int(args.tune[0]), args.tune[1])
+        return
+    record = {"versions": versions()}
+    for name in args.only:
+        record[name] = globals()[name]()
+    pathlib.Path(args.out).write_text(json.dumps(record, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

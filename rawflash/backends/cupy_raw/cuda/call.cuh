@@ -1,0 +1,99 @@
+// The one argument of every kernel: addresses, strides, sizes and numbers of a call. launch.py fills it, word by word, in this
+// order; every field is a multiple of eight bytes.
+
+struct Matrix {  // q, k, v, o, dout, dq, dk, dv: element (b, h, t, x) is data[b * batch + h * head + t * row + x]
+    elem* data;
+    long long batch, head, row;
+};
+
+struct Statistic {  // lse, dlse, delta, m, l: one number for each row of q
+    real* data;
+    long long batch, head, row;
+};
+
+struct Pairs {  // bias: a number for each (b, h, i, j); strides in elements, 0 along axes that broadcast
+    const void* data;
+    long long b, h, i, j;
+};
+
+struct Table {  // integers, one for each sequence (cu_seqlens: and one more); bytes is 4, 8, or 0 where there is no table
+    const void* data;
+    long long bytes;
+};
+
+struct Call {
+    Matrix q, k, v, o, dout, dq, dk, dv;
+    Statistic lse, dlse, delta, m, l;
+    real* sums;  // real workspace (slots, Hq, rows of q, d or dv): O of fa1, dQ of the backward passes
+    Pairs bias;
+    real* dbias;  // contiguous, of the extents below
+    long long bias_b, bias_h, bias_i, bias_j;
+    const void* slopes;
+    long long slopes_b, slopes_h;
+    const void* sinks;
+    long long sinks_h;
+    double* dsinks;
+    Table cu_seqlens_q, cu_seqlens_k, q_lengths, kv_lengths, q_offset;
+    long long mask[MASK_WORDS];  // of a mask object, see masks.py
+    long long offset, offset_given;  // where there is no table q_offset
+    long long B, Hq, Hkv, Tq, Tk;    // packed sequences: Tq and Tk are the longest
+    long long rows_q, rows_k;        // of the arrays; packed sequences: all of them together
+    long long blocks;                // blocks of rows that the grid has for each head
+    long long band_lower, band_upper;
+    long long keep_threshold, seed;
+    double scale, softcap, keep_scale;
+};
+static_assert(sizeof(Call) == 8 * CALL_WORDS, "launch.py and call.cuh disagree on the fields of a call");
+
+// One sequence of the batch, as far as it is not padding. Tables on the device are not to be trusted: all is clamped to the arrays.
+struct Sequence {
+    long long b, slot;  // slot: which batch entry of the arrays it lies in
+    long long q_start, k_start, q_length, kv_length;
+    long long offset;  // position of query row 0 on the key axis
+};
+
+__device__ __forceinline__ long long entry(const Table& table, long long b, long long otherwise)
+{
+    if (table.bytes == 8)
+        return ((const long long*)table.data)[b];
+    if (table.bytes == 4)
+        return ((const int*)table.data)[b];
+    return otherwise;
+}
+
+__device__ __forceinline__ Sequence sequence(const Call& call, long long b)
+{
+    Sequence s;
+    s.b = b;
+    if constexpr (PACKED) {
+        s.slot = 0;
+        s.q_start = clamp(entry(call.cu_seqlens_q, b, 0), 0, call.rows_q);
+        s.k_start = clamp(entry(call.cu_seqlens_k, b, 0), 0, call.rows_k);
+        s.q_length = clamp(entry(call.cu_seqlens_q, b + 1, 0), s.q_start, call.rows_q) - s.q_start;
+        s.kv_length = clamp(entry(call.cu_seqlens_k, b + 1, 0), s.k_start, call.rows_k) - s.k_start;
+    } else {
+        s.slot = b;
+        s.q_start = s.k_start = 0;
+        s.q_length = clamp(entry(call.q_lengths, b, call.Tq), 0, call.Tq);
+        s.kv_length = clamp(entry(call.kv_lengths, b, call.Tk), 0, call.Tk);
+    }
+    const long long given = call.offset_given ? call.offset : s.kv_length - s.q_length;
+    s.offset = clamp(entry(call.q_offset, b, given), -FARTHEST, FARTHEST);
+    return s;
+}
+
+__device__ __forceinline__ elem* row_of(const Matrix& matrix, long long slot, long long h, long long t)
+{
+    return matrix.data + slot * matrix.batch + h * matrix.head + t * matrix.row;
+}
+
+__device__ __forceinline__ real* row_of(const Statistic& statistic, long long slot, long long h, long long t)
+{
+    return statistic.data + slot * statistic.batch + h * statistic.head + t * statistic.row;
+}
+
+// Row t of a head in the workspace `sums`, whose rows have `width` numbers.
+__device__ __forceinline__ real* sums_of(const Call& call, long long slot, long long h, long long t, int width)
+{
+    return call.sums + ((slot * call.Hq + h) * call.rows_q + t) * width;
+}

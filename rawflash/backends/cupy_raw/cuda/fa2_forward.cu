@@ -1,0 +1,108 @@
+// FlashAttention-2, forward pass (Dao 2024, algorithm 1; Chu, Liu and Lin 2026, algorithm 7).
+//
+// A block of threads owns Br rows of one query head. Q blocks outside (one thread block each), K/V blocks inside; O, m and l stay
+// in registers and are written once.
+//
+// On chip:  Q (Br, d), K (Bc, d), V (Bc, dv), S = P (Br, Bc); in registers O (Br, dv), m, l.
+// Read per step: K_j, V_j, while the product before them runs. Written once: O_i, lse_i.
+
+#include "numbers.cuh"
+#include "call.cuh"
+#include "tile.cuh"
+#include "products.cuh"
+#include "philox.cuh"
+#include "scores.cuh"
+#include "softmax.cuh"
+#include "padding.cuh"
+
+extern "C" __global__ void __launch_bounds__(THREADS) fa2_forward(const __grid_constant__ Call call)
+{
+    extern __shared__ __align__(VECTOR_BYTES) unsigned char on_chip[];
+    real* const Q = (real*)on_chip;
+    real* const K = Q + BR * PITCH_D;
+    real* const V = K + BC * PITCH_D;
+    real* const P = V + BC * PITCH_V;
+    constexpr int R = ScoreTile::R, C = ScoreTile::C, CV = QueryTile<DV>::C;
+    static_assert(ScoreTile::ROW_IN_WARP, "the softmax takes whole rows");
+
+    // The last blocks first: under a causal mask they have the most keys.
+    const long long block = call.blocks - 1 - blockIdx.x % call.blocks, bh = blockIdx.x / call.blocks;
+    const Sequence s = sequence(call, bh / call.Hq);
+    const Head at = head(call, s, bh % call.Hq);
+    const long long i0 = block * BR;
+    const long long rows_end = PACKED ? s.q_length : call.Tq;  // packed: the rows behind a sequence are another's
+    if (i0 >= rows_end)
+        return;
+
+    real O[R][CV], m[R], l[R], alpha[R];
+    fill(O, real(0));
+#pragma unroll
+    for (int r = 0; r < R; r++)
+        m[r] = -INFINITE, l[r] = real(0);
+
+    const elem* const keys = row_of(call.k, s.slot, at.h_kv, s.k_start);
+    const elem* const values = row_of(call.v, s.slot, at.h_kv, s.k_start);
+    long long j_low, j_high;
+    key_range(call, s, i0, j_low, j_high);
+    Block tile = next_keys(call, at, i0, j_low, j_high);
+
+    // Load Q_i and the first K_j; V_j behind them
+    if (tile.kind != EMPTY) {
+        clear_tiles(Q);
+        load_tile<BR, D, PITCH_D>(Q, row_of(call.q, s.slot, at.h, s.q_start + i0), call.q.row, s.q_length - i0);
+        load_tile<BC, D, PITCH_D>(K, keys + tile.start * call.k.row, call.k.row, s.kv_length - tile.start);
+        commit_copies();
+        load_tile<BC, DV, PITCH_V>(V, values + tile.start * call.v.row, call.v.row, s.kv_length - tile.start);
+        commit_copies();
+    }
+    while (tile.kind != EMPTY) {
+        const Block next = next_keys(call, at, i0, tile.start + BC, j_high);
+        await_copies<1>();
+        __syncthreads();  // Q_i and K_j are there
+
+        // S = Q K^T
+        real S[R][C];
+        fill(S, real(0));
+        product_nt<DEPTH_D>(S, Q, PITCH_D, K, PITCH_D);
+        finish_scores(call, at, S, P, i0, tile.start, tile.kind);
+
+        // m_new = max(m, rowmax(S)); P = exp(S - m_new); l = alpha l + rowsum(P)
+        softmax_step(S, m, l, alpha);
+        put_tile(P, S);
+        if constexpr (DROPOUT)
+            drop(call, at, P, i0, tile.start);
+        await_copies<0>();
+        __syncthreads();  // V_j and P are there, and no thread reads K_j any more
+        if (next.kind != EMPTY)
+            load_tile<BC, D, PITCH_D>(K, keys + next.start * call.k.row, call.k.row, s.kv_length - next.start);
+        commit_copies();
+
+        // O = alpha O + P V
+#pragma unroll
+        for (int r = 0; r < R; r++)
+#pragma unroll
+            for (int c = 0; c < CV; c++)
+                O[r][c] *= alpha[r];
+        product_nn<BC, DV>(O, P, PITCH_S, V, PITCH_V);
+        __syncthreads();  // no thread reads V_j any more
+        if (next.kind != EMPTY)
+            load_tile<BC, DV, PITCH_V>(V, values + next.start * call.v.row, call.v.row, s.kv_length - next.start);
+        commit_copies();
+        tile = next;
+    }
+
+    // O = O / l, lse = m + log l; padding is 0 and -inf
+#pragma unroll
+    for (int r = 0; r < R; r++) {
+        const long long i = i0 + ScoreTile::row(r);
+        const real total = sum_of_lanes<ROW_LANES>(l[r]);
+        real factor = real(0), lse = -INFINITE;
+        if (i < s.q_length)
+            factor = finish_row(call, at, m[r], total, lse);
+        if (i < rows_end) {
+            store_row<QueryTile<DV>, DV>(row_of(call.o, s.slot, at.h, s.q_start + i), O[r], factor);
+            if (row_lane() == 0)
+                *row_of(call.lse, s.slot, at.h, s.q_start + i) = lse;
+        }
+    }
+}

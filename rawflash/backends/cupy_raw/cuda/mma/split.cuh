@@ -1,0 +1,190 @@
+// The three matrix products on float32 tiles by tensor cores (mma.sync, sm_80 and later), and who owns which number of their results.
+//
+// Nothing is lost to the narrow inputs of tensor cores: a float32 is the sum of three bfloat16 (8 bits of significand each), exactly but
+// for the last bit, so x y is nine products of parts, of which the six largest are computed; the others are below 2^-25 |x y|. Each
+// 16 products are summed by the tensor core, smallest parts first, and then added to the accumulator by an ordinary addition: tensor
+// cores cut sums off where float32 additions round (Ootomo and Yokota, "Recovering single precision accuracy from Tensor Cores", 2022, do
+// that for TF32; parts in bfloat16: Henry, Tang and Heinecke, 2019).
+// An infinity becomes NaN: its second part is infinity - infinity.
+//
+// A block has eight warps. In the result (ROWS, COLUMNS) of a product, they stand in a grid of WARPS_Y x WARPS_X; each owns MT x NT pieces of
+// 16 x 8 numbers, of which lane (g, t) = (lane / 4, lane % 4) holds rows g and g + 8, columns 2 t and 2 t + 1.
+// PITCH_D and PITCH_V are 8 or 24 modulo 32, PITCH_S an odd number of vectors: the reads below then hit different banks, but for A in
+// product_tn, which all pieces of a row share.
+
+static_assert(TYPE == FLOAT32, "splits are of float32");
+
+constexpr int WARPS = THREADS / 32;
+constexpr int PARTS = 3;
+constexpr int DEPTH = 16;  // of one tensor-core product: 16 x 8 numbers of 16 products each
+
+__device__ __forceinline__ int lane_g() { return threadIdx.x % 32 / 4; }
+__device__ __forceinline__ int lane_t() { return threadIdx.x % 4; }
+
+template <int ROWS, int COLUMNS> struct Pieces {
+    static_assert(ROWS % 16 == 0, "a tile has a multiple of 16 rows");
+    static constexpr int WARPS_Y = ROWS % 128 == 0 ? 8 : ROWS % 64 == 0 ? 4 : ROWS % 32 == 0 ? 2 : 1, WARPS_X = WARPS / WARPS_Y;
+    static constexpr int MT = ROWS / 16 / WARPS_Y, NT = ceil_div(COLUMNS, 8 * WARPS_X);
+    static constexpr int R = 2 * MT, C = 2 * NT, WIDTH = 2;
+    static constexpr bool ROW_IN_WARP = WARPS_X == 1;
+    static __device__ __forceinline__ int first_row() { return threadIdx.x / 32 / WARPS_X * MT * 16; }
+    static __device__ __forceinline__ int first_column() { return threadIdx.x / 32 % WARPS_X * NT * 8; }
+    static __device__ __forceinline__ int row(int r) { return first_row() + lane_g() + 8 * r; }
+    static __device__ __forceinline__ int column(int c) { return first_column() + 8 * (c / 2) + 2 * lane_t() + c % 2; }
+};
+
+typedef Pieces<BR, BC> ScoreTile;                               // S, P, dP, dS
+template <int N> struct QueryTile : Pieces<BR, N> {};           // O, dQ: rows as in a tile of scores
+template <int N> struct KeyTile : Pieces<BC, N> {};             // dK, dV
+
+constexpr int ROW_LANES = 4;  // neighbouring threads that share the rows of a tile of scores
+__device__ __forceinline__ int row_lane() { return lane_t(); }
+
+// Two numbers as three pairs of bfloat16, the larger parts first.
+__device__ __forceinline__ void split(float x, float y, unsigned (&parts)[PARTS])
+{
+#pragma unroll
+    for (int n = 0; n < PARTS; n++) {
+        asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(parts[n]) : "f"(y), "f"(x));
+        if (n + 1 < PARTS) {
+            x -= __uint_as_float(parts[n] << 16);
+            y -= __uint_as_float(parts[n] & 0xFFFF0000u);
+        }
+    }
+}
+
+__device__ __forceinline__ void multiply(float (&c)[4], const unsigned (&a)[4], const unsigned (&b)[2])
+{
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+}
+
+// Sixteen rows of A or eight columns of B, split: for each part, the registers that a tensor-core product takes.
+struct PartsOfA { unsigned part[PARTS][4]; };
+struct PartsOfB { unsigned part[PARTS][2]; };
+
+// What a lane needs of A and B at depth k, four numbers of each row or column. The sixteen depths may come in any order, the same in
+// A and B: along rows of a tile in pairs of neighbours (2 t, 2 t + 1, 2 t + 8, 2 t + 9), down its columns every fourth (t, t + 4, ...).
+struct AlongRows {  // X[first + g][k + ...]
+    static __device__ __forceinline__ void read(float (&x)[4], const float* X, int pitch, int first, int k)
+    {
+        const float* const at = X + (first + lane_g()) * pitch + k + 2 * lane_t();
+        const Vector<2> low = vector<2>(at), high = vector<2>(at + 8);
+        x[0] = low.x[0], x[1] = low.x[1], x[2] = high.x[0], x[3] = high.x[1];
+    }
+};
+struct AlongRowsByFour {  // the same numbers in the order of DownColumns
+    static __device__ __forceinline__ void read(float (&x)[4], const float* X, int pitch, int first, int k)
+    {
+        const float* const at = X + (first + lane_g()) * pitch + k + lane_t();
+#pragma unroll
+        for (int n = 0; n < 4; n++)
+            x[n] = at[4 * n];
+    }
+};
+struct DownColumns {  // X[k + ...][first + g]
+    static __device__ __forceinline__ void read(float (&x)[4], const float* X, int pitch, int first, int k)
+    {
+        const float* const at = X + (k + lane_t()) * pitch + first + lane_g();
+#pragma unroll
+        for (int n = 0; n < 4; n++)
+            x[n] = at[4 * n * pitch];
+    }
+};
+
+template <class Read> __device__ __forceinline__ PartsOfA parts_of_a(const float* A, int pitch, int first, int k)
+{
+    PartsOfA parts;
+#pragma unroll
+    for (int half = 0; half < 2; half++) {  // rows g and g + 8
+        float x[4];
+        unsigned pair[PARTS];
+        Read::read(x, A, pitch, first + 8 * half, k);
+#pragma unroll
+        for (int n = 0; n < 2; n++) {
+            split(x[2 * n], x[2 * n + 1], pair);
+#pragma unroll
+            for (int p = 0; p < PARTS; p++)
+                parts.part[p][half + 2 * n] = pair[p];
+        }
+    }
+    return parts;
+}
+
+template <class Read> __device__ __forceinline__ PartsOfB parts_of_b(const float* B, int pitch, int first, int k)
+{
+    PartsOfB parts;
+    float x[4];
+    unsigned pair[PARTS];
+    Read::read(x, B, pitch, first, k);
+#pragma unroll
+    for (int n = 0; n < 2; n++) {
+        split(x[2 * n], x[2 * n + 1], pair);
+#pragma unroll
+        for (int p = 0; p < PARTS; p++)
+            parts.part[p][n] = pair[p];
+    }
+    return parts;
+}
+
+// sum += A B over K for the pieces of Layout. Some pieces of a row side by side: a tensor-core product waits for the one before it in its sum.
+template <class Layout, class ReadA, class ReadB, int K>
+__device__ __forceinline__ void product(
+    float (&sum)[Layout::R][Layout::C], const float* A, int pitch_A, const float* B, int pitch_B)
+{
+    constexpr int ABREAST = Layout::NT % 4 == 0 ? 4 : Layout::NT % 3 == 0 ? 3 : Layout::NT % 2 == 0 ? 2 : 1;
+    const int first_row = Layout::first_row(), first_column = Layout::first_column();
+#pragma unroll 1
+    for (int k = 0; k < K; k += DEPTH) {
+        PartsOfA a[Layout::MT];
+#pragma unroll
+        for (int m = 0; m < Layout::MT; m++)
+            a[m] = parts_of_a<ReadA>(A, pitch_A, first_row + 16 * m, k);
+#pragma unroll
+        for (int n = 0; n < Layout::NT; n += ABREAST) {
+            PartsOfB b[ABREAST];
+#pragma unroll
+            for (int x = 0; x < ABREAST; x++)
+                b[x] = parts_of_b<ReadB>(B, pitch_B, first_column + 8 * (n + x), k);
+#pragma unroll
+            for (int m = 0; m < Layout::MT; m++) {
+                float c[ABREAST][4] = {};
+#pragma unroll
+                for (int order = PARTS - 1; order >= 0; order--)  // parts p of A and order - p of B: the smallest products first
+#pragma unroll
+                    for (int p = 0; p <= order; p++)
+#pragma unroll
+                        for (int x = 0; x < ABREAST; x++)
+                            multiply(c[x], a[m].part[p], b[x].part[order - p]);
+#pragma unroll
+                for (int x = 0; x < ABREAST; x++)
+#pragma unroll
+                    for (int e = 0; e < 4; e++)
+                        sum[2 * m + e / 2][2 * (n + x) + e % 2] += c[x][e];
+            }
+        }
+    }
+}
+
+// C[r][c] += sum_k A[row r][k] B[row c][k], a tile of scores. K is a multiple of DEPTH: the tiles hold zeros past the data.
+template <int K, int R, int C>
+__device__ __forceinline__ void product_nt(float (&sum)[R][C], const float* A, int pitch_A, const float* B, int pitch_B)
+{
+    product<ScoreTile, AlongRows, AlongRows, K>(sum, A, pitch_A, B, pitch_B);
+}
+
+// C[r][c] += sum_k A[row r][k] B[k][column c], a tile of rows of Q.
+template <int K, int COLUMNS, int R, int C>
+__device__ __forceinline__ void product_nn(float (&sum)[R][C], const float* A, int pitch_A, const float* B, int pitch_B)
+{
+    product<QueryTile<COLUMNS>, AlongRowsByFour, DownColumns, K>(sum, A, pitch_A, B, pitch_B);
+}
+
+// C[r][c] += sum_k A[k][column r] B[k][column c], a tile of rows of K.
+template <int K, int ROWS, int COLUMNS, int R, int C>
+__device__ __forceinline__ void product_tn(float (&sum)[R][C], const float* A, int pitch_A, const float* B, int pitch_B)
+{
+    static_assert(ROWS == BC, "rows of K");
+    product<KeyTile<COLUMNS>, DownColumns, DownColumns, K>(sum, A, pitch_A, B, pitch_B);
+}

@@ -1,0 +1,79 @@
+// Numbers: what is stored (elem and the types of bias, slopes and sinks), what is computed with (real).
+//
+// The preamble says which: TYPE (of q, k, v, out), BIAS_TYPE, SLOPE_TYPE, SINK_TYPE, each one of the four codes.
+
+#define FLOAT16 0
+#define BFLOAT16 1
+#define FLOAT32 2
+#define FLOAT64 3
+
+template <int type> struct Storage;  // how a type lies in memory
+template <> struct Storage<FLOAT16> { typedef unsigned short stored; };
+template <> struct Storage<BFLOAT16> { typedef unsigned short stored; };
+template <> struct Storage<FLOAT32> { typedef float stored; };
+template <> struct Storage<FLOAT64> { typedef double stored; };
+
+typedef Storage<TYPE>::stored elem;
+typedef Storage<TYPE == FLOAT64 ? FLOAT64 : FLOAT32>::stored real;
+
+#define INFINITE real(__longlong_as_double(0x7FF0000000000000ll))
+constexpr int VECTOR_BYTES = 16;
+constexpr int VECTOR = VECTOR_BYTES / sizeof(real);  // numbers in one vector of on-chip memory
+
+template <int type> __device__ __forceinline__ real widen(typename Storage<type>::stored x)
+{
+    if constexpr (type == FLOAT16) {
+        float wide;
+        asm("cvt.f32.f16 %0, %1;" : "=f"(wide) : "h"(x));
+        return wide;
+    } else if constexpr (type == BFLOAT16) {
+        return __uint_as_float((unsigned)x << 16);
+    } else {
+        return real(x);
+    }
+}
+
+// Round to nearest, ties to even. Two roundings (float64 to float32 to 16 bits) never happen: 16-bit calls compute in float32.
+template <int type> __device__ __forceinline__ typename Storage<type>::stored narrow(real x)
+{
+    if constexpr (type == FLOAT16) {
+        unsigned short half;
+        asm("cvt.rn.f16.f32 %0, %1;" : "=h"(half) : "f"((float)x));
+        return half;
+    } else if constexpr (type == BFLOAT16) {
+        unsigned bits = __float_as_uint((float)x);
+        if ((bits & 0x7FFFFFFFu) > 0x7F800000u)  // a NaN stays one when its low half is cut off
+            return (unsigned short)(bits >> 16 | 0x40u);
+        return (unsigned short)((bits + 0x7FFFu + (bits >> 16 & 1u)) >> 16);
+    } else {
+        return typename Storage<type>::stored(x);
+    }
+}
+
+// Softmax in base 2 for float32, where one instruction does exp2; in base e for float64, where a multiplication by
+// log2(e) would cost the last bits of large scores. "Base units" below are those of x in exponential(x).
+__device__ __forceinline__ float exponential(float x)
+{
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+__device__ __forceinline__ double exponential(double x) { return exp(x); }
+
+constexpr real LOG2E = real(1.4426950408889634074);  // 1 / ln 2
+constexpr real LN2 = real(0.69314718055994530942);
+constexpr real BASE = TYPE == FLOAT64 ? real(1) : LOG2E;     // a score in natural units, times BASE, is in base units
+constexpr real NATURAL = TYPE == FLOAT64 ? real(1) : LN2;    // and back
+
+__device__ __forceinline__ real logarithm(float x) { return logf(x); }
+__device__ __forceinline__ real logarithm(double x) { return log(x); }
+__device__ __forceinline__ float hyperbolic_tangent(float x) { return tanhf(x); }
+__device__ __forceinline__ double hyperbolic_tangent(double x) { return tanh(x); }
+__device__ __forceinline__ float larger(float x, float y) { return fmaxf(x, y); }
+__device__ __forceinline__ double larger(double x, double y) { return fmax(x, y); }
+__device__ __forceinline__ float multiply_add(float x, float y, float z) { return fmaf(x, y, z); }
+__device__ __forceinline__ double multiply_add(double x, double y, double z) { return fma(x, y, z); }
+
+__device__ __forceinline__ long long least(long long x, long long y) { return x < y ? x : y; }
+__device__ __forceinline__ long long most(long long x, long long y) { return x > y ? x : y; }
+__device__ __forceinline__ long long clamp(long long x, long long low, long long high) { return least(most(x, low), high); }

@@ -1,0 +1,166 @@
+// Tiles in on-chip (shared) memory: how they come from device memory, and how a block of 16 x 16 threads shares out rows.
+//
+// Rows of a tile lie PITCH numbers apart, so that what the threads of a warp read at once is in different banks.
+
+constexpr int SIDE = 16;
+constexpr int THREADS = SIDE * SIDE;
+constexpr unsigned WARP = 0xFFFFFFFFu;
+
+__device__ __forceinline__ int thread_x() { return threadIdx.x % SIDE; }
+__device__ __forceinline__ int thread_y() { return threadIdx.x / SIDE; }
+
+__device__ constexpr int ceil_div(int n, int by) { return (n + by - 1) / by; }
+
+// N columns over 16 threads in vectors of WIDTH neighbours, as wide as leaves at most an eighth of the threads' work idle.
+template <int N> struct Grouped {
+    static __device__ constexpr int padded(int width) { return width * SIDE * ceil_div(N, width * SIDE); }
+    static __device__ constexpr bool good(int width) { return width <= VECTOR && 8 * padded(width) <= 9 * padded(1); }
+    static constexpr int WIDTH = good(4) ? 4 : good(2) ? 2 : 1;
+    static constexpr int COUNT = padded(WIDTH) / SIDE;
+    static __device__ __forceinline__ int at(int t, int n) { return WIDTH * (t + SIDE * (n / WIDTH)) + n % WIDTH; }
+};
+
+// The columns of one row of N numbers that a thread owns, where each row has 16 threads.
+template <int N> struct RowColumns {
+    static constexpr int C = Grouped<N>::COUNT, WIDTH = Grouped<N>::WIDTH;
+    static __device__ __forceinline__ int column(int c) { return Grouped<N>::at(thread_x(), c); }
+};
+
+template <int WIDTH> struct alignas(WIDTH * sizeof(real)) Vector { real x[WIDTH]; };
+
+template <int WIDTH> __device__ __forceinline__ Vector<WIDTH> vector(const real* address)
+{
+    return *reinterpret_cast<const Vector<WIDTH>*>(address);
+}
+
+template <int R, int C> __device__ __forceinline__ void fill(real (&sum)[R][C], real x)
+{
+#pragma unroll
+    for (int r = 0; r < R; r++)
+#pragma unroll
+        for (int c = 0; c < C; c++)
+            sum[r][c] = x;
+}
+
+// ---- between device memory and tiles ----------------------------------------------------------------------------------------
+
+// Copies into shared memory that the hardware does on its own (sm_80 and later): float32 and float64, which need no conversion.
+#if __CUDA_ARCH__ >= 800
+constexpr bool ASYNCHRONOUS = sizeof(elem) == sizeof(real);
+#else
+constexpr bool ASYNCHRONOUS = false;
+#endif
+constexpr int CHUNK = ALIGNED ? VECTOR_BYTES / sizeof(elem) : 1;  // elements that one thread copies at a time
+
+template <int BYTES> __device__ __forceinline__ void copy_asynchronously(real* to, const elem* from, bool exists)
+{
+#if __CUDA_ARCH__ >= 800
+    const unsigned shared = (unsigned)__cvta_generic_to_shared(to);
+    const int bytes = exists ? BYTES : 0;  // the rest of BYTES is filled with zeros
+    if constexpr (BYTES == 16)
+        asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared), "l"(from), "r"(bytes) : "memory");
+    else
+        asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(shared), "l"(from), "n"(BYTES), "r"(bytes) : "memory");
+#endif
+}
+
+__device__ __forceinline__ void commit_copies()
+{
+#if __CUDA_ARCH__ >= 800
+    if constexpr (ASYNCHRONOUS)
+        asm volatile("cp.async.commit_group;" ::: "memory");
+#endif
+}
+
+// Wait until at most PENDING of this thread's last committed groups are under way.
+template <int PENDING> __device__ __forceinline__ void await_copies()
+{
+#if __CUDA_ARCH__ >= 800
+    if constexpr (ASYNCHRONOUS)
+        asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
+#endif
+}
+
+// tile[r][x] = from[r * stride + x] for r < count, x < COLUMNS; 0 for count <= r < ROWS. Columns past COLUMNS are left alone.
+template <int ROWS, int COLUMNS, int PITCH>
+__device__ __forceinline__ void load_tile(real* tile, const elem* from, long long stride, long long count)
+{
+    constexpr int CHUNKS = COLUMNS / CHUNK;
+    static_assert(CHUNKS * CHUNK == COLUMNS, "vectors of whole rows");
+#pragma unroll 4
+    for (int n = threadIdx.x; n < ROWS * CHUNKS; n += THREADS) {
+        const int r = n / CHUNKS, x = n % CHUNKS * CHUNK;
+        const bool exists = r < count;
+        const elem* source = exists ? from + r * stride + x : from;
+        real* target = tile + r * PITCH + x;
+        if constexpr (ASYNCHRONOUS) {
+            copy_asynchronously<CHUNK * sizeof(elem)>(target, source, exists);
+        } else {
+            struct alignas(CHUNK * sizeof(elem)) Chunk { elem x[CHUNK]; } chunk;
+            if (exists)
+                chunk = *reinterpret_cast<const Chunk*>(source);
+#pragma unroll
+            for (int e = 0; e < CHUNK; e++)
+                target[e] = exists ? widen<TYPE>(chunk.x[e]) : real(0);
+        }
+    }
+}
+
+// Zeros in all on-chip memory of the block: what lies past the columns of a tile then never is a NaN.
+__device__ __forceinline__ void clear_tiles(real* memory)
+{
+    for (int n = threadIdx.x; n < TILE_BYTES / (int)sizeof(real); n += THREADS)
+        memory[n] = real(0);
+    __syncthreads();
+}
+
+// to[x] = factor * values for the columns of Layout that a thread owns in a row of COLUMNS numbers. Factor 0 makes 0 of anything.
+template <class Layout, int COLUMNS> __device__ __forceinline__ void store_row(elem* to, const real (&values)[Layout::C], real factor)
+{
+    constexpr int WIDTH = Layout::WIDTH;
+    struct alignas(ALIGNED ? WIDTH * sizeof(elem) : sizeof(elem)) Chunk { elem x[WIDTH]; };
+#pragma unroll
+    for (int c = 0; c < Layout::C; c += WIDTH) {
+        const int x = Layout::column(c);
+        Chunk chunk;
+#pragma unroll
+        for (int e = 0; e < WIDTH; e++)
+            chunk.x[e] = narrow<TYPE>(factor == real(0) ? real(0) : values[c + e] * factor);
+        if (ALIGNED && COLUMNS % WIDTH == 0) {
+            if (x < COLUMNS)
+                *reinterpret_cast<Chunk*>(to + x) = chunk;
+        } else {
+#pragma unroll
+            for (int e = 0; e < WIDTH; e++)
+                if (x + e < COLUMNS)
+                    to[x + e] = chunk.x[e];
+        }
+    }
+}
+
+// Zeros in every row of a matrix (`rows` for each head), by the whole grid.
+template <int COLUMNS>
+__device__ __forceinline__ void clear_matrix(const Matrix& matrix, long long slots, long long heads, long long rows)
+{
+    for (long long n = (long long)blockIdx.x * THREADS + threadIdx.x; n < slots * heads * rows * COLUMNS; n += (long long)gridDim.x * THREADS) {
+        const long long row = n / COLUMNS;
+        row_of(matrix, row / rows / heads, row / rows % heads, row % rows)[n % COLUMNS] = narrow<TYPE>(real(0));
+    }
+}
+
+// The sum over the N neighbouring threads, N a power of two; the largest.
+template <int N> __device__ __forceinline__ real sum_of_lanes(real x)
+{
+#pragma unroll
+    for (int lane = N / 2; lane > 0; lane /= 2)
+        x += __shfl_xor_sync(WARP, x, lane);
+    return x;
+}
+
+template <int N> __device__ __forceinline__ real maximum_of_lanes(real x)
+{
+#pragma unroll
+    for (int lane = N / 2; lane > 0; lane /= 2)
+        x = larger(x, __shfl_xor_sync(WARP, x, lane));
+    return x;
+}

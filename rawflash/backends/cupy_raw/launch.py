@@ -1,0 +1,365 @@
+"""From a problem to the preamble of its kernels, and from the arrays of a call to the one argument that they take.
+
+A kernel file is compiled for one :class:`~rawflash.problem.Problem`, as far as its text depends on it
+(:func:`preamble`). Sizes, strides and addresses are data: the words of a ``Call`` (call.cuh), most of which stay the
+same from call to call. :class:`Launcher` keeps them, and puts in the addresses.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+
+from rawflash import masks, philox
+from rawflash.arrays import Target
+from rawflash.backends.cupy_raw import compile
+from rawflash.errors import BackendError
+from rawflash.problem import FARTHEST, Operands, Problem
+from rawflash.tiling import SPLIT, Tiles, pitch, split_pitch
+
+try:
+    from numpy.lib.array_utils import byte_bounds
+except ImportError:  # NumPy 1
+    from numpy import byte_bounds  # type: ignore[attr-defined,no-redef]
+
+THREADS = 256
+SIDE = 16  # threads of a row; rows of a block in kernels that take a row at a time
+VECTOR_BYTES = 16
+SPLIT_DEPTH = 16  # products that a tensor core sums at a time, see mma/split.cuh
+MOST_STRIDING = 4096  # blocks of a grid that strides
+LARGEST_GRID = 2**31 - 1
+MASK_WORDS = 96  # operands and addresses of a mask object that a call has room for
+LARGEST_HEAD = 256  # d and dv: what a thread can keep of an accumulator in registers
+TYPES = {"float16": "FLOAT16", "bfloat16": "BFLOAT16", "float32": "FLOAT32", "float64": "FLOAT64"}
+
+
+def _fields() -> list[str]:
+    """The words of ``Call`` in call.cuh, in order."""
+    matrices = ("q", "k", "v", "o", "dout", "dq", "dk", "dv")
+    statistics = ("lse", "dlse", "delta", "m", "l")
+    words = [f"{name}.{part}" for name in (*matrices, *statistics) for part in ("data", "batch", "head", "row")]
+    words += ["sums", *(f"bias.{part}" for part in ("data", "b", "h", "i", "j"))]
+    words += ["dbias", "bias_b", "bias_h", "bias_i", "bias_j", "slopes", "slopes_b", "slopes_h", "sinks", "sinks_h"]
+    words += ["dsinks"]
+    tables = ("cu_seqlens_q", "cu_seqlens_k", "q_lengths", "kv_lengths", "q_offset")
+    words += [f"{name}.{part}" for name in tables for part in ("data", "bytes")]
+    words += [f"mask.{n}" for n in range(MASK_WORDS)]
+    words += ["offset", "offset_given", "B", "Hq", "Hkv", "Tq", "Tk", "rows_q", "rows_k", "blocks"]
+    words += ["band_lower", "band_upper", "keep_threshold", "seed", "scale", "softcap", "keep_scale"]
+    return words
+
+
+FIELDS = _fields()
+_WORD = {name: n for n, name in enumerate(FIELDS)}
+_SEED = _WORD["seed"]
+_ADDRESS = {"alibi_slopes": "slopes", "sinks": "sinks"}  # arguments whose address is not in a word "name.data"
+_ELSEWHERE = ("out", "mask")  # arguments whose address comes another way
+_VOID = np.dtype(f"V{8 * len(FIELDS)}")
+
+
+def _double(x: float) -> int:
+    """The bits of a float64 as an integer."""
+    return struct.unpack("q", struct.pack("d", x))[0]
+
+
+def preamble(problem: Problem, tiles: Tiles, *, aligned: bool, side_dtypes: dict[str, str], mask: Any = None,
+             dlse: bool = False) -> str:  # fmt: skip
+    """What the ``.cu`` files take as given: constants, types, and the text of the mask.
+
+    Parameters
+    ----------
+    problem : Problem
+    tiles : Tiles
+    aligned : bool
+        All rows of all matrices start at multiples of 16 bytes, and have whole vectors of 16 bytes.
+    side_dtypes : dict of str to str
+        dtype names of "bias", "alibi_slopes" and "sinks", for those that the call has.
+    mask : Mask, optional
+    dlse : bool
+        The backward pass was given dlse.
+    """
+    item = np.dtype(problem.compute_dtype).itemsize
+    split = tiles.family == SPLIT
+    depth = SPLIT_DEPTH if split else VECTOR_BYTES // item
+    to_d, to_dv = (split_pitch(n) if split else pitch(n, item) for n in (problem.d, problem.dv))
+    band = problem.band.lower is not None or problem.band.upper is not None
+    bias = problem.bias
+    switches = {
+        "SPLIT": int(split),
+        "TYPE": TYPES[problem.dtype],
+        "BIAS_TYPE": TYPES[side_dtypes.get("bias", "float32")],
+        "SLOPE_TYPE": TYPES[side_dtypes.get("alibi_slopes", "float64")],
+        "SINK_TYPE": TYPES[side_dtypes.get("sinks", "float32")],
+        "ALIGNED": int(aligned),
+        "PACKED": int(problem.varlen),
+        "BAND": int(band),
+        "BIAS": int(bias is not None),
+        "BIAS_OVER_ROWS": int(bias is not None and bias[2] == 1),
+        "BIAS_OVER_KEYS": int(bias is not None and bias[3] == 1),
+        "ALIBI": int(problem.alibi),
+        "SOFTCAP": int(problem.softcap is not None),
+        "SINKS": int(problem.sinks),
+        "DROPOUT": int(problem.dropout > 0),
+        "DLSE": int(dlse),
+        "DETERMINISTIC": int(problem.deterministic),
+    }
+    numbers = {
+        "BR": tiles.br,
+        "BC": tiles.bc,
+        "D": problem.d,
+        "DV": problem.dv,
+        "DEPTH_D": blocks_of(problem.d, depth) * depth,
+        "DEPTH_V": blocks_of(problem.dv, depth) * depth,
+        "PITCH_D": to_d,
+        "PITCH_V": to_dv,
+        "PITCH_S": pitch(tiles.bc, item),
+        "TILE_BYTES": tiles.smem_bytes,
+        "CALL_WORDS": len(FIELDS),
+        "MASK_WORDS": MASK_WORDS,
+    }
+    lines = [f"#define {name} {value}" for name, value in switches.items()]
+    lines += [f"constexpr int {name} = {value};" for name, value in numbers.items()]
+    lines += [f"constexpr long long FARTHEST = {FARTHEST}ll;", '#include "visibility.cuh"', masks.cuda_text(mask)]
+    return "\n".join(lines) + "\n"
+
+
+class Launcher:
+    """The kernels of one file for calls that differ in addresses and seed only.
+
+    Parameters
+    ----------
+    file : str
+        Under ``cuda/``.
+    problem, tiles, x
+        Of the first of these calls.
+    written : dict of str to Target
+        What the kernels write, by the name of its matrix or statistic in call.cuh.
+
+    Notes
+    -----
+    The kernels hold everything else that decides their text; a launcher is kept in ``x.memo``.
+    """
+
+    def __init__(self, file: str, problem: Problem, tiles: Tiles, x: Operands, written: dict[str, Any]) -> None:
+        if max(problem.d, problem.dv) > LARGEST_HEAD:
+            raise BackendError(
+                f"backend 'cupy_raw' has head dimensions up to {LARGEST_HEAD}; d is {problem.d}, dv is {problem.dv}; "
+                "numba_cpu and numpy_tiled have no limit, on CPU arrays"
+            )
+        self.problem, self.smem_bytes = problem, tiles.smem_bytes
+        matrices = {name: getattr(x, name) for name in ("q", "k", "v", "o", "dout") if getattr(x, name) is not None}
+        statistics = {name: getattr(x, name) for name in ("lse", "dlse") if getattr(x, name) is not None}
+        for name, target in written.items():
+            (statistics if name == "lse" else matrices)[name] = target.view
+        side = {"bias": x.bias, "alibi_slopes": x.alibi_slopes, "sinks": x.sinks}
+        dtypes = {name: array.dtype.name for name, array in side.items() if array is not None}
+        text = preamble(
+            problem, tiles, aligned=_aligned(matrices.values()), side_dtypes=dtypes, mask=x.visibility.mask,
+            dlse=x.dlse is not None,
+        )  # fmt: skip
+        self.module = compile.load(compile.source(file, text), compile.arch_of(x.device))
+        self.functions: dict[str, Any] = {}
+        self.kept: list[Any] = []  # device copies of what came from the host
+        self.uploaded: tuple[int, Any] | None = None  # on which stream, and when that was done
+        self.template = np.zeros(len(FIELDS), np.int64)
+        # Addresses that change from call to call: the argument's name and its word.
+        arguments = [name for name in x.addresses if name not in _ELSEWHERE]
+        self.moving = [(name, _WORD[_ADDRESS.get(name, f"{name}.data")]) for name in arguments]
+        self._describe(problem, x, matrices, statistics)
+
+    def _put(self, **values: int) -> None:
+        for name, value in values.items():
+            self.template[_WORD[name]] = value
+
+    def _describe(
+        self, problem: Problem, x: Operands, matrices: dict[str, np.ndarray], statistics: dict[str, np.ndarray]
+    ) -> None:
+        """Fill in the words that are the same for all calls of this launcher."""
+        rows_q, rows_k = x.q.shape[2], x.k.shape[2]
+        for name in ("delta", "m", "l"):  # workspaces
+            for part, stride in zip(("batch", "head", "row"), (problem.Hq * rows_q, rows_q, 1), strict=True):
+                self.template[_WORD[f"{name}.{part}"]] = stride
+        for name, array in (matrices | statistics).items():
+            strides = [stride // array.itemsize for stride in array.strides[:3]]
+            for part, stride in zip(("batch", "head", "row"), strides, strict=True):
+                self.template[_WORD[f"{name}.{part}"]] = stride
+        lower, upper = problem.band.bounds()
+        self._put(
+            B=problem.B, Hq=problem.Hq, Hkv=problem.Hkv, Tq=problem.Tq, Tk=problem.Tk, rows_q=rows_q, rows_k=rows_k,
+            band_lower=lower, band_upper=upper, keep_threshold=philox.threshold(problem.dropout),
+            scale=_double(problem.scale), softcap=_double(problem.softcap or 0.0),
+            keep_scale=_double(1.0 / (1.0 - problem.dropout)),
+        )  # fmt: skip
+        if x.bias is not None:
+            strides = [s // x.bias.itemsize if n > 1 else 0 for s, n in zip(x.bias.strides, x.bias.shape, strict=True)]
+            for axis, stride, extent in zip("bhij", strides, x.bias.shape, strict=True):
+                self.template[_WORD[f"bias.{axis}"]] = stride
+                self.template[_WORD[f"bias_{axis}"]] = extent
+        if x.sinks is not None:
+            self._put(sinks_h=x.sinks.strides[0] // x.sinks.itemsize)
+        if x.alibi_slopes is not None:
+            slopes = x.alibi_slopes
+            over_b = slopes.strides[0] // slopes.itemsize if slopes.ndim == 2 and slopes.shape[0] > 1 else 0
+            self._put(slopes_b=over_b, slopes_h=slopes.strides[-1] // slopes.itemsize)
+            if "alibi_slopes" not in x.addresses:
+                self._put(slopes=self._upload(slopes))
+        self._tables(problem, x)
+        if x.visibility.mask is not None:
+            self._mask(x)
+
+    def _tables(self, problem: Problem, x: Operands) -> None:
+        """Lengths, offsets and starts: on the device already, uploaded, or not needed."""
+        for name in ("cu_seqlens_q", "cu_seqlens_k", "q_lengths", "kv_lengths", "q_offset"):
+            if name in x.addresses:
+                self.template[_WORD[f"{name}.bytes"]] = x.views[name].itemsize
+        v = x.visibility
+        if problem.varlen:
+            for name, starts, lengths in (
+                ("cu_seqlens_q", x.q_starts, v.q_lengths),
+                ("cu_seqlens_k", x.k_starts, v.kv_lengths),
+            ):
+                if name not in x.addresses:
+                    self._table(name, np.append(starts, starts[-1:] + lengths[-1:]))
+        else:
+            for name, lengths, longest in (
+                ("q_lengths", v.q_lengths, problem.Tq),
+                ("kv_lengths", v.kv_lengths, problem.Tk),
+            ):
+                if name not in x.addresses and (lengths != longest).any():
+                    self._table(name, lengths)
+        if "q_offset" not in x.addresses and x.offset_given:
+            if (v.q_offset == v.q_offset[:1]).all():
+                self._put(offset_given=1, offset=int(v.q_offset[0]) if len(v.q_offset) else 0)
+            else:
+                self._table("q_offset", v.q_offset)
+
+    def _table(self, name: str, values: np.ndarray) -> None:
+        self.template[_WORD[f"{name}.data"]] = self._upload(values)
+        self.template[_WORD[f"{name}.bytes"]] = values.itemsize
+
+    def _mask(self, x: Operands) -> None:
+        """The words of the mask; its arrays are on the device already (a boolean array) or uploaded."""
+        words = x.visibility.mask.words()  # type: ignore[union-attr]
+        if len(words) > MASK_WORDS:
+            raise BackendError(
+                f"mask {self.problem.mask} has {len(words)} numbers and arrays; backend 'cupy_raw' has room for "
+                f"{MASK_WORDS}: combine its parts into one boolean array"
+            )
+        for n, word in enumerate(words):
+            if isinstance(word, np.ndarray) and "mask" in x.addresses:
+                self.moving.append(("mask", _WORD[f"mask.{n}"]))
+            else:
+                self.template[_WORD[f"mask.{n}"]] = self._upload(word) if isinstance(word, np.ndarray) else int(word)
+
+    def _upload(self, values: np.ndarray) -> int:
+        """A copy on the device that lives as long as the launcher, at the same strides; its address."""
+        import cupy
+
+        low, high = byte_bounds(values)
+        octets = np.zeros(max(high - low, 1), np.uint8)
+        if values.size:
+            ctypes.memmove(octets.ctypes.data, low, high - low)
+        copy = cupy.asarray(octets)
+        event = cupy.cuda.Event(disable_timing=True)
+        event.record()
+        self.kept.append(copy)
+        self.uploaded = cupy.cuda.get_current_stream().ptr, event
+        return int(copy.data.ptr + values.ctypes.data - low)
+
+    def call(
+        self, problem: Problem, x: Operands, values: dict[str, int], words: np.ndarray | None = None
+    ) -> np.ndarray:
+        """The words of one call: the template (or ``words``) with this call's addresses and ``values`` by field."""
+        if words is None:
+            words = self.template.copy()
+            for name, word in self.moving:
+                words[word] = x.addresses[name]
+            words[_SEED] = problem.seed if problem.seed < 2**63 else problem.seed - 2**64  # the same 64 bits
+            self._await_uploads()
+        else:
+            words = words.copy()
+        for name, value in values.items():
+            words[_WORD[name]] = value
+        return words
+
+    def _await_uploads(self) -> None:
+        """What was uploaded on one stream is not on the way any more when another stream's kernel reads it."""
+        if self.uploaded is not None:
+            import cupy
+
+            stream, event = self.uploaded
+            if stream != cupy.cuda.get_current_stream().ptr:
+                event.synchronize()
+                self.uploaded = None
+
+    def workspace(self, count: int, zero: bool = False) -> Any:
+        """``count`` numbers of the compute dtype from CuPy's pool, in the order of its current stream."""
+        import cupy
+
+        made = cupy.ndarray((max(count, 1),), self.problem.compute_dtype)
+        if zero:
+            made.data.memset_async(0, made.nbytes)
+        return made
+
+    def run(self, kernel: str, blocks: int, words: np.ndarray, smem_bytes: int = 0) -> None:
+        """Launch a kernel of the file on CuPy's current stream; ``blocks`` of threads, none is fine."""
+        function = self.functions.get(kernel)
+        if function is None:
+            function = self.functions[kernel] = self.module.get_function(kernel)
+            if smem_bytes:
+                compile.allow_shared(function, smem_bytes)
+        if blocks > LARGEST_GRID:
+            raise BackendError(f"{blocks} blocks of threads; one launch has at most {LARGEST_GRID}: split the batch")
+        if blocks:
+            function((blocks,), (THREADS,), (words.view(_VOID),), smem_bytes)
+
+    def run_over(self, kernel: str, items: int, words: np.ndarray, a_block: int = THREADS) -> None:
+        """Launch a kernel whose grid strides over ``items``, ``a_block`` of them for each block of threads."""
+        self.run(kernel, min(blocks_of(items, a_block), MOST_STRIDING), words)
+
+
+def launcher(file: str, problem: Problem, tiles: Tiles, x: Operands, written: dict[str, Target]) -> Launcher:
+    """The launcher of a kernel file for this call: the one that an earlier call like it made, or a new one."""
+    made = x.memo.get(file)
+    if made is None:
+        made = x.memo[file] = Launcher(file, problem, tiles, x, written)
+    return made
+
+
+def side_gradients(problem: Problem, tiles: Tiles, x: Operands, grads: dict[str, Target]) -> Any:
+    """Write the gradients of sinks and bias, if asked for; return delta, which all backward kernels read."""
+    kernels = launcher("side_gradients.cu", problem, tiles, x, {})
+    delta = kernels.workspace(x.q.shape[0] * x.q.shape[1] * x.q.shape[2])
+    values = {"delta.data": delta.data.ptr, "blocks": blocks_of(problem.Tq, SIDE)}
+    if "sinks" in grads:
+        values["dsinks"] = grads["sinks"].address
+    if "bias" in grads:
+        values["dbias"] = grads["bias"].address
+    call = kernels.call(problem, x, values)
+    kernels.run("row_deltas", values["blocks"] * problem.Hq * problem.B, call)
+    if "sinks" in grads:
+        kernels.run("sink_gradient", problem.Hq, call)
+    if "bias" in grads:
+        b, h, i, j = grads["bias"].view.shape
+        tiles_of_bias = (1 if i == 1 else blocks_of(i, tiles.br)) * (1 if j == 1 else blocks_of(j, tiles.bc))
+        kernels.run("bias_gradient", b * h * tiles_of_bias, call, tiles.smem_bytes)
+    return delta
+
+
+def blocks_of(rows: int, size: int) -> int:
+    """Blocks of ``size`` rows that cover ``rows``."""
+    return -(-rows // size)
+
+
+def _aligned(matrices: Iterable[np.ndarray]) -> bool:
+    """Do all rows start at multiples of 16 bytes and end there?"""
+    return all(
+        m.ctypes.data % VECTOR_BYTES == 0
+        and m.shape[-1] * m.itemsize % VECTOR_BYTES == 0
+        and all(n <= 1 or stride % VECTOR_BYTES == 0 for n, stride in zip(m.shape[:-1], m.strides, strict=False))
+        for m in matrices
+    )

@@ -1,0 +1,335 @@
+"""The GPU backends on a GPU: ``pytest -m gpu``. The calls, the problems and the bounds of the CPU backends.
+
+A drawn problem is run by one algorithm, drawn with it: every problem is a kernel of its own, and compiling it takes
+longer than running it.
+"""
+
+import numpy as np
+import pytest
+from gpu import ALGORITHMS, KINDS, on_gpu, to_cupy, to_host, to_kind
+from hypothesis import given, seed, settings
+from strategies import DTYPES, problems, varlen_problems
+from test_forward import AWKWARD, awkward, make
+from tolerances import assert_close
+
+import rawflash as rf
+
+pytestmark = pytest.mark.gpu
+algorithms = pytest.mark.parametrize("algorithm", ALGORITHMS)
+
+SHARDS = 30  # tests that draw: they are shared out to processes
+PROBLEMS_A_SHARD = 40  # 1,200 problems
+
+
+def check(host, reference, kind="cupy", small_on_device=False, **options):
+    """Run a host case on the GPU, forward and backward, and hold every element against the oracle."""
+    case = on_gpu(host, kind, small_on_device)
+    out, lse = case.forward(**options)
+    gradients = case.backward(out, lse, **options)
+    assert type(out) is type(case.q) and type(lse) is type(case.q)
+    results = {"out": to_host(out), "lse": to_host(lse)}
+    results |= {"d" + name: to_host(g) for name, g in zip(case.wrt, gradients, strict=True)}
+    for name, result in results.items():
+        argument = host.options.get(name[1:]) if name[1:] in host.options else getattr(host, name[1:], None)
+        if name not in ("out", "lse"):
+            assert result.shape == argument.shape and result.dtype == argument.dtype, name
+        assert_close(name, result, reference)
+    return results
+
+
+# ---- against the oracle
+
+
+@algorithms
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", AWKWARD)
+def test_awkward_calls(name, dtype, algorithm):
+    case, reference = awkward(name, dtype)
+    check(case, reference, algorithm=algorithm, small_on_device=dtype == "float16")
+
+
+def _draw(strategy, n):
+    @seed(n)
+    @settings(max_examples=PROBLEMS_A_SHARD, derandomize=False, database=None)
+    @given(strategy)
+    def test(case):
+        check(case, case.reference(), small_on_device=case.how["seed"] % 2 == 1)
+
+    return test
+
+
+for n in range(SHARDS):
+    drawn = varlen_problems(algorithms=ALGORITHMS) if n % 3 == 2 else problems(algorithms=ALGORITHMS)
+    globals()[f"test_drawn_problems_{n}"] = _draw(drawn, n)
+
+
+@pytest.mark.parametrize("T", [1, 127, 129, 1009, 4097])
+@pytest.mark.parametrize("d", [64, 128])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
+def test_long_awkward_lengths(T, d, dtype):
+    for causal in (False, True):
+        case = make(B=1, Hq=2, Hkv=1, Tq=T, d=d, dtype=dtype, causal=causal)
+        check(case, case.reference())
+
+
+@pytest.mark.parametrize("d, dv", [(256, 256), (192, 128), (8, 256), (250, 1), (96, 96)])
+@pytest.mark.parametrize("dtype", DTYPES)
+@algorithms
+def test_head_dimensions(d, dv, dtype, algorithm):
+    case = make(B=1, Hq=2, Tq=150, Tk=170, d=d, dv=dv, dtype=dtype, causal=True)
+    check(case, case.reference(), algorithm=algorithm)
+
+
+def test_head_dimensions_past_the_largest_are_refused():
+    case = on_gpu(make(B=1, Tq=4, d=257))
+    with pytest.raises(rf.BackendError, match="257"):
+        case.forward()
+
+
+# ---- kinds of arrays
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "float64"])
+def test_kinds(kind, dtype):
+    if kind == "jax" and dtype == "float64":
+        pytest.skip("JAX has float64 only when it is switched on for the whole process")
+    if kind == "numba" and dtype == "bfloat16":
+        pytest.skip("Numba's device arrays have no bfloat16")
+    case = make(Hq=4, Hkv=2, Tq=37, d=16, causal=True, dtype=dtype, sinks=np.zeros(4, np.float32))
+    reference = case.reference()
+    for algorithm in ALGORITHMS:
+        check(case, reference, kind=kind, algorithm=algorithm)
+
+
+def test_torch_strides_and_layout():
+    import torch
+
+    q, k, v = (torch.randn(2, 33, 3, 16, device="cuda").transpose(1, 2) for _ in range(3))
+    out = rf.attention(q, k, v, causal=True)
+    want = torch.nn.functional.scaled_dot_product_attention(q.double(), k.double(), v.double(), is_causal=True)
+    assert (out.double() - want).abs().max() < 1e-5
+    again = rf.attention(*(x.transpose(1, 2) for x in (q, k, v)), causal=True, layout="bthd")
+    assert torch.equal(again.transpose(1, 2), out)
+
+
+def test_other_streams():
+    import cupy
+    import torch
+
+    x = torch.randn(3, 2, 4, 300, 64, device="cuda")
+    want = rf.attention(*x, causal=True)
+    torch.cuda.synchronize()
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(200_000_000)  # about 0.1 s: a kernel on another stream would overtake this
+        y = x * 2 - x
+        out = rf.attention(*y, causal=True)
+    stream.synchronize()
+    assert torch.equal(out, want)
+    ours = cupy.cuda.Stream(non_blocking=True)
+    z = cupy.from_dlpack(x)
+    with ours:
+        out = rf.attention(*z, causal=True)
+    ours.synchronize()
+    assert np.array_equal(to_host(out), to_host(want))
+
+
+def test_several_devices():
+    import cupy
+
+    if cupy.cuda.runtime.getDeviceCount() < 2:
+        pytest.skip("needs two GPUs")
+    case = make(Tq=100, d=64)
+    here = case.reference()
+    with cupy.cuda.Device(1):
+        there = on_gpu(case)
+    assert cupy.cuda.runtime.getDevice() == 0
+    out, lse = there.forward()
+    assert out.device.id == 1 and lse.device.id == 1 and cupy.cuda.runtime.getDevice() == 0
+    assert_close("out", to_host(out), here)
+    with pytest.raises(rf.ProblemError, match="GPU"):
+        rf.attention(to_cupy(case.q), there.k, there.v)
+
+
+# ---- memory
+
+
+def poison_pool():
+    """Fill CuPy's free memory with NaN, so that results and workspaces start as that."""
+    import cupy
+
+    blocks = [cupy.full(1 << n, np.nan, np.float32) for n in range(7, 23) for _ in range(4)]
+    cupy.cuda.get_current_stream().synchronize()
+    del blocks
+
+
+@algorithms
+@pytest.mark.parametrize("name", [
+    "lengths", "padding only", "offset far left: nothing visible", "no keys", "one dimension", "many tiles, everything",
+])  # fmt: skip
+def test_poisoned_results_and_workspaces(name, algorithm):
+    case, reference = awkward(name, "float32")
+    for deterministic in (False, True):
+        poison_pool()
+        check(case, reference, algorithm=algorithm, deterministic=deterministic)
+
+
+@algorithms
+def test_nothing_is_written_outside_of_out(algorithm):
+    import cupy
+
+    case = make(B=2, Hq=3, Tq=45, d=20, dv=12, causal=True)
+    gpu, reference = on_gpu(case), case.reference()
+    home = cupy.full((4, 5, 49, 18), 7.0, np.float32)
+    window = home[1:3, 1:4, 2:47, 3:15]
+    out, _ = gpu.forward(out=window, algorithm=algorithm)
+    assert out is window
+    assert_close("out", to_host(window), reference)
+    window[...] = 7.0
+    assert bool((home == 7.0).all())
+
+
+def test_hidden_memory_is_never_read():
+    """NaN between the rows, before and after them, and in padding."""
+    from strategies import restride
+
+    case = make(B=2, Hq=2, Tq=50, d=24, q_lengths=[50, 13], kv_lengths=[20, 50])
+    case.q[1, :, 13:] = case.dout[1, :, 13:] = np.nan
+    case.k[0, :, 20:] = case.v[0, :, 20:] = np.nan
+    reference = case.reference()
+    for name in ("q", "k", "v", "dout"):
+        setattr(case, name, restride(getattr(case, name), "sliced"))
+    for algorithm in ALGORITHMS:
+        check(case, reference, algorithm=algorithm)
+
+
+def test_more_than_two_to_the_31_elements():
+    import cupy
+
+    T, d = 2**25 + 77, 64  # T d > 2**31
+    generator = cupy.random.default_rng(0)
+    q, k, v = (generator.standard_normal((T, d), dtype=np.float32).astype(np.float16) for _ in range(3))
+    options = dict(window=(100, 0), return_lse=True)
+    out, lse = rf.attention(q, k, v, **options)
+    dout = v[::-1]
+    gradients = rf.attention_backward(dout, q, k, v, out, lse, window=(100, 0), deterministic=True)
+    n = 1000
+    for rows in (slice(0, n), slice(T - n, T)):  # a row reaches 100 keys back, and a key 100 rows on
+        part = [x[rows] for x in (q, k, v)]
+        want, want_lse = rf.attention(*part, **options)
+        good = slice(101, n - 101) if rows.start else slice(0, n - 101)
+        assert bool((out[rows][good] == want[good]).all()) and bool((lse[rows][good] == want_lse[good]).all())
+        part_gradients = rf.attention_backward(
+            dout[rows], *part, want, want_lse, window=(100, 0), deterministic=True
+        )
+        good = slice(202, n - 202)
+        for a, b in zip(gradients, part_gradients, strict=True):
+            difference = cupy.abs(a[rows][good].astype(np.float32) - b[good].astype(np.float32)).max()
+            assert float(difference) <= 2e-3 * float(cupy.abs(b).max())
+
+
+# ---- bits
+
+
+@algorithms
+def test_deterministic_calls_give_the_same_bits(algorithm):
+    case = on_gpu(make(B=2, Hq=4, Hkv=2, Tq=300, d=64, causal=True, dropout=0.2, bias=np.ones((1, 300), np.float32),
+                       sinks=np.zeros(4, np.float32)))  # fmt: skip
+    first = None
+    for _ in range(20):
+        out, lse = case.forward(algorithm=algorithm)
+        results = [to_host(x) for x in (out, lse, *case.backward(out, lse, algorithm=algorithm, deterministic=True))]
+        first = first or results
+        assert all(np.array_equal(a, b) for a, b in zip(first, results, strict=True))
+
+
+@algorithms
+def test_dropout_keeps_what_dropout_mask_says(algorithm):
+    """One key, value 1: the output of a row is 0 or 1 / (1 - p)."""
+    B, H, Tq, Tk = 2, 3, 40, 50
+    q = to_cupy(np.zeros((B, H, Tq, 4), np.float32))
+    k = to_cupy(np.zeros((B, H, Tk, 4), np.float32))
+    v = to_cupy(np.broadcast_to(np.eye(Tk, dtype=np.float32), (B, H, Tk, Tk)).copy())
+    for number in (5, 2**64 - 1):
+        out = to_host(rf.attention(q, k, v, dropout=0.25, seed=number, algorithm=algorithm))
+        np.testing.assert_array_equal(out > 0, rf.dropout_mask(0.25, number, (B, H, Tq, Tk)))
+
+
+# ---- CUDA graphs
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@algorithms
+def test_graphs_replay_the_same_bits(algorithm, deterministic):
+    import cupy
+
+    case = make(B=2, Hq=4, Hkv=2, Tq=200, d=64, causal=True, kv_lengths=[200, 150])
+    gpu = on_gpu(case)
+    options = dict(algorithm=algorithm, deterministic=deterministic)
+
+    def run():
+        out, lse = gpu.forward(algorithm=algorithm)
+        return out, lse, *gpu.backward(out, lse, **options)
+
+    want = [to_host(x) for x in run()]
+    stream = cupy.cuda.Stream(non_blocking=True)
+    with stream:
+        run()  # the stream's part of the memory pool gets its blocks before the capture
+        stream.begin_capture()
+        results = run()
+        graph = stream.end_capture()
+        for result in results:
+            result.fill(np.nan)
+        graph.launch()
+    stream.synchronize()
+    exact = len(results) if deterministic or algorithm == "fa1" else 2
+    for n, (a, b) in enumerate(zip(results, want, strict=True)):
+        if n < exact:
+            assert np.array_equal(to_host(a), b)
+    # new values in the same arrays: the graph reads them
+    with stream:
+        gpu.q[...] = gpu.q * 0.5
+        graph.launch()
+        again, _ = gpu.forward(algorithm=algorithm)
+    stream.synchronize()
+    assert np.array_equal(to_host(results[0]), to_host(again))
+
+
+# ---- errors
+
+
+def test_numpy_arrays_are_refused():
+    case = make(Tq=4)
+    with pytest.raises(rf.BackendError, match="cupy_raw.*CPU"):
+        case.forward(backend="cupy_raw")
+
+
+def test_a_call_that_raises_leaves_out_alone():
+    import cupy
+
+    case = on_gpu(make(Tq=4, d=8))
+    out = cupy.full(case.q.shape, 3.0, np.float32)
+    with pytest.raises(rf.ProblemError):
+        case.forward(out=out, softcap=-1.0)
+    with pytest.raises(rf.TileError):
+        case.forward(out=out, sram=64)
+    assert bool((out == 3.0).all())
+
+
+def test_merge_and_dropout_mask_on_the_gpu():
+    case = make(B=1, Hq=2, Tq=33, Tk=64, d=16)
+    for kind in ("cupy", "torch"):
+        gpu = on_gpu(case, kind)
+        whole, whole_lse = gpu.forward()
+        halves = [
+            rf.attention(gpu.q, gpu.k[:, :, s], gpu.v[:, :, s], return_lse=True) for s in (slice(0, 20), slice(20, 64))
+        ]
+        out, lse = rf.merge_attention(*zip(*halves, strict=True))
+        assert type(out) is type(gpu.q)
+        np.testing.assert_allclose(to_host(out), to_host(whole), rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(to_host(lse), to_host(whole_lse), rtol=1e-5, atol=1e-6)
+        mask = rf.dropout_mask(0.5, 3, (1, 2, 3, 9), like=gpu.q)
+        assert type(mask) is type(gpu.q)
+        np.testing.assert_array_equal(to_host(mask), rf.dropout_mask(0.5, 3, (1, 2, 3, 9)))
+        assert to_kind(np.zeros(3), kind) is not None
