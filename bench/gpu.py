@@ -162,7 +162,8 @@ def tune(d, dtype, T=4096, tokens=16384):
             time_ = burst({"": call}, 3)[""]
             rows.append((flops(B, H, T, d, causal, backward) / time_ / 1e12, br, bc))
         for rate, br, bc in sorted(rows, reverse=True)[:14]:
-            print(f"{dtype} d={d} {'backward' if backward else 'forward'} br={br} bc={bc}: {rate:.1f} TFLOP/s", flush=True)
+            which = "backward" if backward else "forward"
+            print(f"{dtype} d={d} {which} br={br} bc={bc}: {rate:.1f} TFLOP/s", flush=True)
 
 
 def versions():

@@ -82,7 +82,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         name = f"{error.filename}: " if error.filename else ""
         return _complain(f"{name}{error.strerror or error}")
     except MemoryError as error:  # NumPy's, or CuPy's of the GPU: both say how much was asked for
-        return _complain(f"out of memory: {error}")
+        return _complain(f"out of memory: {error}".rstrip(": "))
 
 
 class _InputError(Exception):
@@ -262,7 +262,7 @@ class _Gpu(_Cpu):
 
     @contextlib.contextmanager
     def allocations(self) -> Iterator[Callable[[], int]]:
-        class Hook(self.cupy.cuda.MemoryHook):  # type: ignore[misc, name-defined]
+        class Hook(self.cupy.cuda.MemoryHook):  # type: ignore[name-defined]
             name = "rawflash"
             now = most = 0
 
@@ -273,7 +273,8 @@ class _Gpu(_Cpu):
             def free_postprocess(self, **block: int) -> None:
                 self.now -= block["mem_size"]
 
-        with Hook() as hook:
+        hook = Hook()
+        with hook:
             yield lambda: hook.most
 
 
@@ -320,7 +321,7 @@ _OPTIONAL = (
     "dout", "dlse", "mask", "bias", "sinks", "alibi_slopes", "q_lengths", "kv_lengths", "q_offset",
     "cu_seqlens_q", "cu_seqlens_k",
 )  # fmt: skip
-# What goes to the GPU. The others may stay, and of those that stay the values are checked.
+# What goes to the GPU. The others may stay on the host, where their values are checked.
 _LARGE = (*_REQUIRED, "dout", "dlse", "mask", "bias", "sinks")
 
 
@@ -339,10 +340,7 @@ def _run(options: argparse.Namespace) -> int:
         call["q_offset"] = given.pop("q_offset").item()
     wrt = ("q", "k", "v", *(name for name in ("bias", "sinks") if name in given))
     place = _place(call.get("backend"), call.get("algorithm", "fa2"))
-    if isinstance(place, _Gpu):
-        forward = {name: array for name, array in given.items() if name not in ("dout", "dlse")}
-        check(**forward, **{name: value for name, value in call.items() if name != "backend"})  # nothing moves before
-        given |= {name: place.put(given[name]) for name in _LARGE if name in given}
+    given |= {name: _put(place, name, given[name]) for name in _LARGE if name in given}
     q, k, v = (given.pop(name) for name in _REQUIRED)
     dout, dlse = given.pop("dout", None), given.pop("dlse", None)
     call |= given
@@ -371,6 +369,13 @@ def _run(options: argparse.Namespace) -> int:
         times = {name: _milliseconds(_best_seconds(one, place)) for name, one in calls.items()}
         print(f"best of up to {TIMED_RUNS} more runs: " + ", ".join(f"{name} {ms} ms" for name, ms in times.items()))
     return DONE
+
+
+def _put(place: _Cpu, name: str, array: np.ndarray) -> Any:
+    try:
+        return place.put(array)
+    except (TypeError, ValueError) as error:  # CuPy, of text for example
+        raise _InputError(f"{name} cannot go to the GPU: {error}") from None
 
 
 def _read_arrays(path: Path) -> dict[str, np.ndarray]:
@@ -465,15 +470,9 @@ def _explain(options: argparse.Namespace) -> int:
     )
     problem, x = check(q, k, v, **call)
     problem = dataclasses.replace(problem, dtype=options.dtype, backend=backend or problem.backend)
-    chip = _chip(problem.backend, arch) if arch in hardware.CHIPS else None
+    chip = hardware.kernels_on(problem.backend, hardware.CHIPS[arch]) if arch in hardware.CHIPS else None
     print(plan(problem, options.direction, chip, visibility=x.visibility))
     return DONE
-
-
-def _chip(backend: str, arch: str) -> hardware.Chip:
-    """A chip of the table, with the kernels that the backend has for it: as hardware.chip_of says of a device."""
-    row = hardware.CHIPS[arch]
-    return dataclasses.replace(row, family="simt") if backend == "cupy_raw" else row
 
 
 def _shapeless(dtype: str, batch: int, heads: int, rows: int, width: int, layout: str) -> np.ndarray:
@@ -505,7 +504,8 @@ def _info(options: argparse.Namespace) -> int:
     print(f"\n{'CPU':<12} {_cpu_name()}, {cores} logical cores for this process")
     for line in _gpu_lines():
         _wrap(f"{'GPU':<12} ", line)
-    _wrap(f"{'CUDA':<12} ", _cuda_text())
+    with contextlib.suppress(Exception):  # no CuPy, or a broken one, which the line above says
+        _wrap(f"{'CUDA':<12} ", _cuda_text(arrays.require_cupy()))
 
     print("\nbackends")
     for name, row in BACKENDS.items():
@@ -570,7 +570,7 @@ def _gpu_lines() -> list[str]:
         except Exception as error:  # a driver in trouble, whatever CUDA calls it
             missing = f"CuPy cannot ask for a GPU: {error}"
     listed = _gpu_names()
-    return [f"none: {missing}; the driver lists " + (", ".join(listed) if listed else "none")]
+    return [f"none: {missing}" + f"; the driver lists {', '.join(listed)}" * bool(listed)]
 
 
 def _gpu_text(cupy: Any, device: int) -> str:
@@ -587,19 +587,17 @@ def _gpu_name(cupy: Any, device: int) -> str:
     return name.decode(errors="replace") if isinstance(name, bytes) else str(name)
 
 
-def _cuda_text() -> str:
+def _cuda_text(cupy: Any) -> str:
     """Versions of the driver and of NVRTC, or what is missing. Never raises."""
-    texts = []
     try:
-        driver = int(arrays.require_cupy().cuda.runtime.driverGetVersion())
-        texts.append(f"driver {driver // 1000}.{driver % 1000 // 10}" if driver else "no driver")
-    except Exception:
-        texts.append("no driver")
-    try:
-        texts.append("NVRTC {}.{}".format(*_nvrtc_version()))
+        number = int(cupy.cuda.runtime.driverGetVersion())  # 13020 is 13.2; 0: there is none
+        driver = f"driver for CUDA {number // 1000}.{number % 1000 // 10}" if number else "no driver"
     except Exception as error:
-        texts.append(f"no NVRTC: {error}")
-    return ", ".join(texts)
+        driver = f"no driver: {error}"
+    try:
+        return driver + ", NVRTC {}.{}".format(*_nvrtc_version())
+    except Exception as error:
+        return f"{driver}, no NVRTC: {error}"
 
 
 def _nvrtc_version() -> tuple[int, int]:

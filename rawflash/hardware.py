@@ -109,9 +109,14 @@ def chip_of(backend: str, device: int | None = None) -> Chip:
         )
     import cupy
 
-    found = _gpu(cupy.cuda.runtime.getDevice() if device is None else device)
-    # The kernels that cupy_raw has so far, whatever else the chip could run.
-    return replace(found, family="simt" if found.family == "simt" else "split") if backend == "cupy_raw" else found
+    return kernels_on(backend, _gpu(cupy.cuda.runtime.getDevice() if device is None else device))
+
+
+def kernels_on(backend: str, row: Chip) -> Chip:
+    """A GPU of the table with the family of kernels that a backend has for it."""
+    if backend != "cupy_raw":
+        return row
+    return replace(row, family="simt" if row.family == "simt" else "split")
 
 
 @cache

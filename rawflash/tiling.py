@@ -161,7 +161,7 @@ def pitch(n: int, itemsize: int) -> int:
 
 
 def split_pitch(n: int) -> int:
-    """Numbers between two rows of a "split" tile of ``n`` columns: all pieces of 32, and 8 modulo 32 (mma/split.cuh)."""
+    """Numbers between two rows of a "split" tile of ``n`` columns: pieces of 32, and 8 modulo 32 (mma/split.cuh)."""
     return _padded(n, 32) + 8
 
 
@@ -225,7 +225,10 @@ def plan_tiles(
 
 
 def _available(problem: Problem, chip: Chip) -> int:
-    return chip.on_chip_bytes if problem.sram is None else problem.sram
+    if problem.sram is None:
+        return chip.on_chip_bytes
+    on_cpu = chip.family in ("loops", "vector")
+    return problem.sram if on_cpu else min(problem.sram, chip.on_chip_bytes)  # more would not launch
 
 
 def _limit(problem: Problem, chip: Chip, direction: str, what: str, needed: int) -> int:

@@ -1,19 +1,23 @@
 """The command line: every command and every exit code. numpy_tiled where possible, which compiles nothing."""
 
+import dataclasses
 import importlib
 import os
 import signal
 import subprocess
 import sys
 import time
+import types
 
 import numpy as np
 import pytest
+import test_gpu_arrays
 
 import rawflash as rf
-from rawflash import cli, hardware
+from rawflash import arrays, cli, hardware
 from rawflash.accuracy import error_ratio, reference
 from rawflash.cli import main
+from rawflash.problem import DIRECTIONS
 
 SMALL = ["demo", "--tokens", "48", "--heads", "2", "--dim", "8", "--backends", "numpy_tiled"]
 TILED = ["--backend", "numpy_tiled"]
@@ -33,6 +37,56 @@ def qkv(rng):
 def files(tmp_path, qkv):
     """(input, output) with q, k and v in the input."""
     return save(tmp_path / "in.npz", **qkv), str(tmp_path / "out.npz")
+
+
+device = test_gpu_arrays.device  # a GPU made of NumPy
+
+
+class MemoryHook:
+    """CuPy's: told of what is allocated and freed while it is active."""
+
+    active = []
+
+    def __enter__(self):
+        self.active.append(self)
+
+    def __exit__(self, *exception):
+        self.active.remove(self)
+
+
+@pytest.fixture
+def gpus(device, monkeypatch):
+    """A CuPy that sees these GPUs, by compute capability and bytes a block; the first computes, in NumPy."""
+    seen = [("90", 227 * 1024), ("60", 96 * 1024), ("121", 99 * 1024)]
+    cupy = arrays.require_cupy()
+
+    def attributes(number):
+        return {"MaxSharedMemoryPerBlockOptin": seen[number][1], "MultiProcessorCount": 100 + number}
+
+    cupy.cuda.runtime = types.SimpleNamespace(
+        getDevice=lambda: 0, getDeviceCount=lambda: len(seen), driverGetVersion=lambda: 13020,
+        getDeviceProperties=lambda number: {"name": b"NVIDIA Thing %d" % number},
+    )  # fmt: skip
+    cupy.cuda.is_available = lambda: True
+    cupy.cuda.Device = lambda n: types.SimpleNamespace(compute_capability=seen[n][0], attributes=attributes(n))
+    cupy.cuda.nvrtc = types.SimpleNamespace(getVersion=lambda: (13, 1))
+    cupy.cuda.MemoryHook = MemoryHook
+    waits = []
+    here = types.SimpleNamespace(ptr=0, synchronize=lambda: waits.append(1))
+    cupy.cuda.get_current_stream = lambda device=-1: here
+    cupy.asnumpy = lambda array: np.array(array, subok=False)
+    cupy.__spec__ = types.SimpleNamespace()
+    monkeypatch.setitem(sys.modules, "cupy", cupy)
+    monkeypatch.setattr("rawflash.problem._MEMO", {})
+    hardware._gpu.cache_clear()
+    yield types.SimpleNamespace(seen=seen, waits=waits, looked_up=device, cupy=cupy)
+    hardware._gpu.cache_clear()
+
+
+@pytest.fixture
+def no_gpu(monkeypatch):
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    arrays.require_cupy.cache_clear()
 
 
 def refused(capsys, arguments, *words):
@@ -72,15 +126,15 @@ def test_demo_on_a_text_shorter_than_asked(capsys, tmp_path):
     assert main([*SMALL, str(path)]) == 0
 
 
-def test_demo_says_which_backends_are_missing(capsys, monkeypatch):
+def test_demo_says_which_backends_are_missing(capsys, monkeypatch, no_gpu):
     monkeypatch.setitem(sys.modules, "numba", None)
     assert main([*SMALL[:-1], "numpy_tiled,numba_cpu,cupy_raw"]) == 0
     out = capsys.readouterr().out
     assert "not run: numba_cpu: numba is not installed; pip install numba" in out
-    assert "not run: cupy_raw: " in out
+    assert "not run: cupy_raw: cupy is not installed" in out
 
 
-def test_demo_without_any_backend_is_no_success(capsys):
+def test_demo_without_any_backend_is_no_success(capsys, no_gpu):
     assert main([*SMALL[:-1], "cupy_raw"]) == cli.DISAGREES
     assert "no backend ran" in capsys.readouterr().out
 
@@ -161,6 +215,38 @@ def test_no_arguments_are_the_demo(monkeypatch):
     assert main() == 0 and len(seen) == 2
 
 
+def test_demo_on_a_gpu(capsys, gpus):
+    assert main([*SMALL[:-1], "cupy_raw"]) == 0
+    out, err = capsys.readouterr()
+    rows = [line.split() for line in out.splitlines() if line.startswith("cupy_raw ")]
+    assert [row[1:4:2] for row in rows] == [[a, way] for a in ("fa1", "fa2") for way in ("fwd", "bwd")] * 2
+    assert all(row[-1] == "ok" for row in rows[:4]) and all("-" in row for row in rows[4:])
+    assert {(a, d) for a, d, _ in gpus.looked_up} == {(a, d) for a in ("fa1", "fa2") for d in DIRECTIONS}
+    assert gpus.waits and max(map(len, out.splitlines())) <= 80
+    out = " ".join(out.split())
+    assert "227.0 KiB of cupy_raw" in out and "for cupy_raw the same of CuPy's" in out
+    assert "until its results are there" in out and "compiling what is not cached" in err
+
+
+def test_gpu_allocations_are_counted_at_their_peak(gpus):
+    def allocate(n):
+        MemoryHook.active[0].malloc_postprocess(device_id=0, size=n - 1, mem_size=n, mem_ptr=0, pmem_id=0)
+
+    with cli._Gpu().allocations() as most:
+        allocate(512)
+        allocate(1024)
+        MemoryHook.active[0].free_postprocess(device_id=0, mem_size=1024, mem_ptr=0, pmem_id=0)
+        allocate(512)
+        assert most() == 1536
+    assert not MemoryHook.active
+
+
+def test_demo_without_a_compiler_does_not_run_the_backend(capsys, gpus):
+    gpus.cupy.cuda.nvrtc.getVersion = lambda: (_ for _ in ()).throw(RuntimeError("no libnvrtc"))
+    assert main([*SMALL[:-1], "numpy_tiled,cupy_raw"]) == 0
+    assert "not run: cupy_raw: CUDA kernels need CuPy and NVRTC" in capsys.readouterr().out
+
+
 @pytest.mark.slow
 def test_demo_with_compiled_kernels(tmp_path):
     """The parts that only numba_cpu has: compiling in processes of their own, threads."""
@@ -194,6 +280,59 @@ def test_run_passes_every_option_on(files, qkv):
     options = dict(window=(5, None), q_offset=2, softcap=20.0, dropout=0.25, seed=3, scale=0.5)
     with np.load(files[1]) as results:
         assert error_ratio("out", results["out"], reference(**qkv, **options)) <= 1
+
+
+def test_run_on_a_gpu(capsys, tmp_path, gpus, qkv, rng):
+    dout = rng.standard_normal((1, 2, 24, 8)).astype(np.float32)
+    side = dict(bias=rng.standard_normal((24, 24)).astype(np.float32), mask=rng.random((24, 24)) < 0.8)
+    path = save(tmp_path / "in.npz", **qkv, **side, dout=dout)
+    assert main(["run", path, "-o", str(tmp_path / "out.npz"), "--causal", "--backend", "cupy_raw", "--time"]) == 0
+    assert gpus.looked_up == [("fa2", "forward", 0), ("fa2", "backward", 0)]
+    wrt = ("q", "k", "v", "bias")
+    expected = reference(**qkv, dout=dout, wrt=wrt, causal=True, **side)
+    with np.load(tmp_path / "out.npz") as results:
+        assert set(results.files) == {"out", "lse", *("d" + name for name in wrt)}
+        for name in results.files:
+            assert type(results[name]) is np.ndarray and error_ratio(name, results[name], expected) <= 1, name
+    out = capsys.readouterr().out
+    assert "computed by cupy_raw fa2 on NVIDIA Thing 0:" in out and "dbias   float32 (24, 24)" in out
+    assert "best of up to 5 more runs: forward " in out and " ms, backward " in out and gpus.waits
+
+
+def test_run_on_a_gpu_leaves_small_arrays_on_the_host(capsys, tmp_path, gpus, qkv):
+    """So that their values are checked."""
+    arguments = ["-o", str(tmp_path / "out.npz"), "--backend", "cupy_raw"]
+    for change, words in (
+        (dict(kv_lengths=np.array([25])), ["kv_lengths is [25]"]),
+        (dict(q=np.zeros((1, 2, 24, 8), np.int32)), ["q has dtype int32"]),
+        (dict(mask=np.zeros((24, 24), np.float32)), ["mask has dtype float32"]),
+    ):
+        refused(capsys, ["run", save(tmp_path / "in.npz", **qkv | change), *arguments], *words)
+    gpus.cupy.asarray = lambda array: (_ for _ in ()).throw(ValueError("Unsupported dtype <U1"))
+    refused(capsys, ["run", save(tmp_path / "in.npz", **qkv), *arguments], "q cannot go to the GPU", "Unsupported")
+    assert os.listdir(tmp_path) == ["in.npz"]
+
+
+def test_run_time_on_the_cpu(capsys, files):
+    assert main(["run", files[0], "-o", files[1], "--time", *TILED]) == 0
+    assert "more runs: forward " in capsys.readouterr().out.splitlines()[-1]
+
+
+def test_run_without_memory(capsys, monkeypatch, files):
+    def fails(*arguments):
+        raise MemoryError("Unable to allocate 7 TiB")
+
+    monkeypatch.setattr(cli.api, "_forward", fails)
+    refused(capsys, ["run", files[0], "-o", files[1], *TILED], "out of memory: Unable to allocate 7 TiB")
+    assert not os.path.exists(files[1])
+
+
+@pytest.mark.parametrize("algorithm", ["fa2", "standard"])
+def test_run_needs_the_gpu_that_was_asked_for(capsys, no_gpu, files, algorithm):
+    flags = ["--backend", "cupy_raw", "--algorithm", algorithm]
+    why = "cupy is not installed" if algorithm == "fa2" else "it has no algorithm 'standard'"
+    refused(capsys, ["run", files[0], "-o", files[1], *flags], f"backend 'cupy_raw' cannot run here: {why}")
+    assert not os.path.exists(files[1])
 
 
 def test_run_gradients_and_array_options(tmp_path, qkv, rng):
@@ -341,7 +480,6 @@ def test_run_bad_arrays(capsys, tmp_path, qkv, change, words):
         (["--scale", "nan"], "scale"),
         (["--window=-1,0"], "window"),
         (["--sram", "16"], "sram"),
-        (["--backend", "cupy_raw"], "cupy_raw"),
         (["--backend", "numba_cpu", "--algorithm", "standard"], "numpy_tiled has it"),
     ],
 )
@@ -410,10 +548,29 @@ def test_explain_options(capsys):
     assert main(["explain", "--shape", "0,2,2,0,0,8"]) == 0
 
 
+def test_explain_plans_the_kernels_of_cupy_raw(capsys, gpus):
+    """A chip by name is planned for as that chip would be if it were here."""
+    shape = ["explain", "--shape", "1,1,1,4096,4096,64"]
+    for row in hardware.CHIPS.values():
+        gpus.seen[0] = row.name.removeprefix("sm_"), row.on_chip_bytes
+        hardware._gpu.cache_clear()
+        here = hardware.chip_of("cupy_raw")
+        assert hardware.kernels_on("cupy_raw", row) == dataclasses.replace(here, processors=None)
+        assert main([*shape, "--arch", row.name]) == 0
+        by_name = capsys.readouterr().out
+        assert main([*shape, "--backend", "cupy_raw"]) == 0  # the device that is here
+        assert capsys.readouterr().out == by_name and f"tiles for {row.name}, M = " in by_name
+        assert "runs here" in by_name
+
+
 def test_explain_a_huge_shape_takes_no_memory(capsys):
     shape = "64,128,8,1000000,1000000,128"
     assert main(["explain", "--shape", shape, "--arch", "sm_90", "--dtype", "float16"]) == 0
     assert "TiB" in capsys.readouterr().out
+
+
+def test_explain_needs_a_gpu_or_a_name(capsys, no_gpu):
+    refused(capsys, ["explain", "--shape", "1,1,1,64,64,64", "--backend", "cupy_raw"], "no device here", "sm_90")
 
 
 def test_explain_bad_input(capsys):
@@ -422,7 +579,7 @@ def test_explain_bad_input(capsys):
     refused(capsys, [*shape, "1,8,8,64,64,0"], "head dimension of 0")
     refused(capsys, [*shape, "1,1,1,64,64,64", "--arch", "sm_90", "--sram", "100"], "no legal tiles", "100")
     refused(capsys, [*shape, "1,1,1,64,64,64", "--arch", "sm_90", *TILED], "numpy_tiled", "sm_90")
-    refused(capsys, [*shape, "1,1,1,64,64,64", "--backend", "cupy_raw"], "cupy_raw", "cpu")
+    refused(capsys, [*shape, "1,1,1,64,64,64", "--arch", "cpu", "--backend", "cupy_raw"], "cupy_raw", "cpu")
     for arguments in (["1,2,3"], ["a,b,c,d,e,f"], ["1,1,1,1,1,-1"], ["1,1,1,1,1,1", "--arch", "sm_99"]):
         assert main([*shape, *arguments]) == cli.BAD_INPUT
         assert "usage:" in capsys.readouterr().err
@@ -436,6 +593,58 @@ def test_info(capsys):
     for backend in ("numba_cpu", "numpy_tiled", "cupy_raw", "numba_cuda"):
         assert backend in out
     assert "KiB a core" in " ".join(out.split()) and "threads" in out and "kept in" in out and "does not load" in out
+
+
+def test_info_on_gpus(capsys, monkeypatch, tmp_path, gpus):
+    monkeypatch.setenv("RAWFLASH_CACHE_DIR", str(tmp_path))
+    assert main(["info"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    text = " ".join(" ".join(lines).split())
+    assert max(map(len, lines)) <= 80 or str(tmp_path) in max(lines, key=len)
+    for words in (
+        "GPU 0: NVIDIA Thing 0, sm_90, 227.0 KiB on chip a block, 100 multiprocessors",
+        "GPU 1: NVIDIA Thing 1, the GPU is sm_60; expected sm_75 or newer",
+        "GPU 2: NVIDIA Thing 2, sm_121, 99.0 KiB on chip a block, 102 multiprocessors",
+        "CUDA driver for CUDA 13.2, NVRTC 13.1",
+        "cupy_raw loads: fa1, fa2; M = 227.0 KiB a block of threads on sm_90",
+        f"cupy_raw kept in {tmp_path} (RAWFLASH_CACHE_DIR moves it)",
+    ):
+        assert words in text, words
+
+
+def test_info_without_a_compiler(capsys, gpus):
+    gpus.cupy.cuda.nvrtc.getVersion = lambda: (_ for _ in ()).throw(RuntimeError("no libnvrtc"))
+    gpus.cupy.cuda.runtime.driverGetVersion = lambda: 0
+    assert main(["info"]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert "CUDA no driver, no NVRTC: CUDA kernels need CuPy and NVRTC" in text
+    assert "cupy_raw does not load: CUDA kernels need CuPy and NVRTC" in text and "no libnvrtc" in text
+
+
+def test_info_without_cupy(capsys, monkeypatch, no_gpu):
+    monkeypatch.setattr(cli, "_gpu_names", lambda: ["NVIDIA Thing"])
+    monkeypatch.delenv("RAWFLASH_CACHE_DIR", raising=False)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr("pathlib.Path.home", lambda: (_ for _ in ()).throw(RuntimeError("no home")))
+    assert main(["info"]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert "GPU none: CuPy cannot be imported" in text and "; the driver lists NVIDIA Thing " in text
+    assert "cupy_raw does not load: cupy is not installed" in text and "CUDA " not in text.partition("backends")[0]
+    assert "cupy_raw not kept: there is no home folder (RAWFLASH_CACHE_DIR names one)" in text
+
+
+BROKEN_CUPY = {"import": "raise ImportError('no libcuda')", "own": "raise AttributeError('torn')", "empty": "cuda = 0"}
+
+
+@pytest.mark.parametrize("text", BROKEN_CUPY.values(), ids=BROKEN_CUPY)
+def test_info_with_a_broken_cupy(tmp_path, text):
+    (tmp_path / "cupy.py").write_text(text)
+    path = os.pathsep.join([str(tmp_path), os.path.dirname(os.path.dirname(rf.__file__))])
+    command = [sys.executable, "-m", "rawflash", "info"]
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": path})
+    assert done.returncode == 0 and "Traceback" not in done.stderr
+    for words in ("GPU          none: CuPy cannot ", "cupy_raw     does not load: CuPy cannot "):
+        assert words in done.stdout
 
 
 def test_info_without_numba(capsys, monkeypatch):

@@ -38,6 +38,8 @@ class Backend:
         The library that it imports.
     instead : str
         What to do when it is not there.
+    largest_head : int or None
+        Largest d and dv; None: any.
     """
 
     module: str | None
@@ -45,11 +47,12 @@ class Backend:
     runs_on: str
     needs: str
     instead: str
+    largest_head: int | None = None
 
 
 GPU_ARRAYS = "NVIDIA GPU arrays"
 ON_CPU = "use 'numba_cpu' or 'numpy_tiled' on CPU arrays"
-CUPY = "pip install cupy-cuda13x, or cupy-cuda12x for an older driver"
+CUPY = 'pip install "rawflash[cuda13]", or rawflash[cuda12] for an older driver'
 
 BACKENDS = {
     "numba_cpu": Backend("rawflash.backends.numba_cpu", ("fa1", "fa2"), "CPU arrays", "numba", "pip install numba"),
@@ -60,7 +63,7 @@ BACKENDS = {
         "numpy",
         "pip install numpy",
     ),
-    "cupy_raw": Backend("rawflash.backends.cupy_raw", ("fa1", "fa2"), GPU_ARRAYS, "cupy", CUPY),
+    "cupy_raw": Backend("rawflash.backends.cupy_raw", ("fa1", "fa2"), GPU_ARRAYS, "cupy", CUPY, 256),
     "numba_cuda": Backend(None, ("fa1", "fa2"), GPU_ARRAYS, "numba_cuda", ON_CPU),
 }
 
@@ -98,6 +101,11 @@ def lookup(problem: Problem, direction: str, device: int | None = None) -> tuple
         raise BackendError(
             f"backend {problem.backend!r} has no algorithm {problem.algorithm!r}; {', '.join(having)} has it, "
             f"for {', '.join({other.runs_on for other in having.values()})}"
+        )
+    if row.largest_head is not None and max(problem.d, problem.dv) > row.largest_head:
+        raise BackendError(
+            f"backend {problem.backend!r} has head dimensions up to {row.largest_head}; d is {problem.d}, "
+            f"dv is {problem.dv}; numba_cpu and numpy_tiled have no limit, for CPU arrays"
         )
     name = f"{problem.algorithm}_{direction}"
     try:

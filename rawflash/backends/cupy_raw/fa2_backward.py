@@ -27,4 +27,4 @@ def fa2_backward(problem: Problem, tiles: Tiles, x: Operands, grads: dict[str, T
         kernels.run("fa2_backward_queries", query_blocks * problem.Hq * problem.B,
                     kernels.call(problem, x, {"blocks": query_blocks}, call), tiles.smem_bytes)  # fmt: skip
     else:
-        kernels.run_over("fa2_backward_finish", rows, call, a_block=SIDE)
+        kernels.run_over("fa2_backward_finish", rows, call, threads_each=SIDE)

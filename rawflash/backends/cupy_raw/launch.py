@@ -27,13 +27,13 @@ except ImportError:  # NumPy 1
     from numpy import byte_bounds  # type: ignore[attr-defined,no-redef]
 
 THREADS = 256
-SIDE = 16  # threads of a row; rows of a block in kernels that take a row at a time
+SIDE = 16  # threads of a row, in kernels that take rows one by one
 VECTOR_BYTES = 16
 SPLIT_DEPTH = 16  # products that a tensor core sums at a time, see mma/split.cuh
 MOST_STRIDING = 4096  # blocks of a grid that strides
 LARGEST_GRID = 2**31 - 1
+DEFAULT_STREAMS = (0, 1)  # cannot be captured
 MASK_WORDS = 96  # operands and addresses of a mask object that a call has room for
-LARGEST_HEAD = 256  # d and dv: what a thread can keep of an accumulator in registers
 TYPES = {"float16": "FLOAT16", "bfloat16": "BFLOAT16", "float32": "FLOAT32", "float64": "FLOAT64"}
 
 
@@ -56,6 +56,7 @@ def _fields() -> list[str]:
 FIELDS = _fields()
 _WORD = {name: n for n, name in enumerate(FIELDS)}
 _SEED = _WORD["seed"]
+_captured: list[Any] = []  # what CUDA graphs refer to
 _ADDRESS = {"alibi_slopes": "slopes", "sinks": "sinks"}  # arguments whose address is not in a word "name.data"
 _ELSEWHERE = ("out", "mask")  # arguments whose address comes another way
 _VOID = np.dtype(f"V{8 * len(FIELDS)}")
@@ -145,12 +146,7 @@ class Launcher:
     """
 
     def __init__(self, file: str, problem: Problem, tiles: Tiles, x: Operands, written: dict[str, Any]) -> None:
-        if max(problem.d, problem.dv) > LARGEST_HEAD:
-            raise BackendError(
-                f"backend 'cupy_raw' has head dimensions up to {LARGEST_HEAD}; d is {problem.d}, dv is {problem.dv}; "
-                "numba_cpu and numpy_tiled have no limit, on CPU arrays"
-            )
-        self.problem, self.smem_bytes = problem, tiles.smem_bytes
+        self.problem = problem
         matrices = {name: getattr(x, name) for name in ("q", "k", "v", "o", "dout") if getattr(x, name) is not None}
         statistics = {name: getattr(x, name) for name in ("lse", "dlse") if getattr(x, name) is not None}
         for name, target in written.items():
@@ -278,6 +274,8 @@ class Launcher:
             words = self.template.copy()
             for name, word in self.moving:
                 words[word] = x.addresses[name]
+            if self.kept:
+                self._keep_for_graph(self)
             words[_SEED] = problem.seed if problem.seed < 2**63 else problem.seed - 2**64  # the same 64 bits
             self._await_uploads()
         else:
@@ -296,11 +294,20 @@ class Launcher:
                 event.synchronize()
                 self.uploaded = None
 
+    def _keep_for_graph(self, *memory: Any) -> None:
+        """Memory that a CUDA graph is being made to use: every replay uses it again, so it is never given back."""
+        import cupy
+
+        stream = cupy.cuda.get_current_stream()
+        if stream.ptr not in DEFAULT_STREAMS and stream.is_capturing():
+            _captured.extend(memory)
+
     def workspace(self, count: int, zero: bool = False) -> Any:
         """``count`` numbers of the compute dtype from CuPy's pool, in the order of its current stream."""
         import cupy
 
         made = cupy.ndarray((max(count, 1),), self.problem.compute_dtype)
+        self._keep_for_graph(made)
         if zero:
             made.data.memset_async(0, made.nbytes)
         return made
@@ -317,9 +324,9 @@ class Launcher:
         if blocks:
             function((blocks,), (THREADS,), (words.view(_VOID),), smem_bytes)
 
-    def run_over(self, kernel: str, items: int, words: np.ndarray, a_block: int = THREADS) -> None:
-        """Launch a kernel whose grid strides over ``items``, ``a_block`` of them for each block of threads."""
-        self.run(kernel, min(blocks_of(items, a_block), MOST_STRIDING), words)
+    def run_over(self, kernel: str, items: int, words: np.ndarray, threads_each: int = 1) -> None:
+        """Launch a kernel whose grid strides over ``items``, each of which takes some threads."""
+        self.run(kernel, min(blocks_of(items * threads_each, THREADS), MOST_STRIDING), words)
 
 
 def launcher(file: str, problem: Problem, tiles: Tiles, x: Operands, written: dict[str, Target]) -> Launcher:
@@ -334,7 +341,7 @@ def side_gradients(problem: Problem, tiles: Tiles, x: Operands, grads: dict[str,
     """Write the gradients of sinks and bias, if asked for; return delta, which all backward kernels read."""
     kernels = launcher("side_gradients.cu", problem, tiles, x, {})
     delta = kernels.workspace(x.q.shape[0] * x.q.shape[1] * x.q.shape[2])
-    values = {"delta.data": delta.data.ptr, "blocks": blocks_of(problem.Tq, SIDE)}
+    values = {"delta.data": delta.data.ptr, "blocks": blocks_of(problem.Tq * SIDE, THREADS)}
     if "sinks" in grads:
         values["dsinks"] = grads["sinks"].address
     if "bias" in grads:

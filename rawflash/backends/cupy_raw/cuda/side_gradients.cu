@@ -40,13 +40,13 @@ extern "C" __global__ void __launch_bounds__(THREADS) sink_gradient(const __grid
 {
     __shared__ double part[THREADS];
     const long long h = blockIdx.x;
-    const real sink = BASE * widen<SINK_TYPE>(((const Storage<SINK_TYPE>::stored*)call.sinks)[h * call.sinks_h]);
+    const real sink = widen<SINK_TYPE>(((const Storage<SINK_TYPE>::stored*)call.sinks)[h * call.sinks_h]);
     double sum = 0;
     for (long long b = 0; b < call.B && sink != -INFINITE; b++) {
         const Sequence s = sequence(call, b);
         for (long long i = threadIdx.x; i < s.q_length; i += THREADS) {
-            const real above = sink - *row_of(call.lse, s.slot, h, s.q_start + i) * BASE;
-            const real P = exponential(above > real(0) ? real(0) : above);
+            const real above = sink - *row_of(call.lse, s.slot, h, s.q_start + i);  // exact where both are large
+            const real P = exponential(above > real(0) ? real(0) : above * BASE);
             sum -= (double)P * (double)*row_of(call.delta, s.slot, h, s.q_start + i);
         }
     }

@@ -1,7 +1,8 @@
 // The three matrix products on float32 tiles by tensor cores (mma.sync, sm_80 and later), and who owns which number of their results.
 //
-// Nothing is lost to the narrow inputs of tensor cores: a float32 is the sum of three bfloat16 (8 bits of significand each), exactly but
-// for the last bit, so x y is nine products of parts, of which the six largest are computed; the others are below 2^-25 |x y|. Each
+// Nothing is lost to the narrow inputs of tensor cores: a float32 is the sum of three bfloat16 (8 bits of significand each), exactly, so
+// x y is nine products of parts, of which the six largest are computed; the others together are below 2^-21 |x y|, about 2^-25 on average
+// and of either sign. Each
 // 16 products are summed by the tensor core, smallest parts first, and then added to the accumulator by an ordinary addition: tensor
 // cores cut sums off where float32 additions round (Ootomo and Yokota, "Recovering single precision accuracy from Tensor Cores", 2022, do
 // that for TF32; parts in bfloat16: Henry, Tang and Heinecke, 2019).
@@ -40,12 +41,16 @@ template <int N> struct KeyTile : Pieces<BC, N> {};             // dK, dV
 constexpr int ROW_LANES = 4;  // neighbouring threads that share the rows of a tile of scores
 __device__ __forceinline__ int row_lane() { return lane_t(); }
 
-// Two numbers as three pairs of bfloat16, the larger parts first.
+// Two numbers as three pairs of bfloat16, the larger parts first. The first part is cut off, so that no finite number becomes infinite; what
+// then remains has 16 bits, which the second part rounds, and the third part is exact.
 __device__ __forceinline__ void split(float x, float y, unsigned (&parts)[PARTS])
 {
 #pragma unroll
     for (int n = 0; n < PARTS; n++) {
-        asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(parts[n]) : "f"(y), "f"(x));
+        if (n == 0)
+            asm("cvt.rz.bf16x2.f32 %0, %1, %2;" : "=r"(parts[n]) : "f"(y), "f"(x));
+        else
+            asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(parts[n]) : "f"(y), "f"(x));
         if (n + 1 < PARTS) {
             x -= __uint_as_float(parts[n] << 16);
             y -= __uint_as_float(parts[n] & 0xFFFF0000u);
@@ -133,9 +138,10 @@ template <class Layout, class ReadA, class ReadB, int K>
 __device__ __forceinline__ void product(
     float (&sum)[Layout::R][Layout::C], const float* A, int pitch_A, const float* B, int pitch_B)
 {
-    constexpr int ABREAST = Layout::NT % 4 == 0 ? 4 : Layout::NT % 3 == 0 ? 3 : Layout::NT % 2 == 0 ? 2 : 1;
+    constexpr int ABREAST = Layout::NT % 8 == 0 ? 8 : Layout::NT % 4 == 0 ? 4 : Layout::NT % 3 == 0 ? 3 : Layout::NT % 2 == 0 ? 2 : 1;
+    constexpr int STEPS = ABREAST == 8 ? 1 : 2;
     const int first_row = Layout::first_row(), first_column = Layout::first_column();
-#pragma unroll 1
+#pragma unroll STEPS
     for (int k = 0; k < K; k += DEPTH) {
         PartsOfA a[Layout::MT];
 #pragma unroll
