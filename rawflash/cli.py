@@ -647,7 +647,9 @@ def _threads(backend: str) -> int:
 def _wrap(first: str, text: str) -> None:
     """Print text wrapped at WIDTH, its later lines indented as far as the first."""
     indent = " " * len(first)
-    print(textwrap.fill(text, WIDTH, initial_indent=first, subsequent_indent=indent, break_long_words=False))
+    print(textwrap.fill(
+        text, WIDTH, initial_indent=first, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+    ))  # fmt: skip
 
 
 # ---- demo ------------------------------------------------------------------------------------------

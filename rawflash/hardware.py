@@ -12,6 +12,7 @@ from rawflash.errors import BackendError, ProblemError
 KIB = 1024
 VECTOR_ROWS = 16  # tiles of numba_cpu come in multiples of this
 VECTOR_MOST_ROWS = 512  # and are no taller: a longer tile gains nothing and starves the other threads
+SIMT_MOST_ROWS = 96  # of a tile of cupy_raw: taller ones run out of registers
 MMA_ROWS = 16  # rows of one tensor-core product (m16n8k16)
 
 
@@ -116,7 +117,7 @@ def kernels_on(backend: str, row: Chip) -> Chip:
     """A GPU of the table with the family of kernels that a backend has for it."""
     if backend != "cupy_raw":
         return row
-    return replace(row, family="simt" if row.family == "simt" else "split")
+    return replace(row, family="simt" if row.family == "simt" else "split", most_rows=SIMT_MOST_ROWS)
 
 
 @cache

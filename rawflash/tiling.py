@@ -335,6 +335,8 @@ def _flash_resident(
     if chip.family in (SIMT, SPLIT):
         split = family_of(problem, chip) == SPLIT
         to_d, to_dv = (split_pitch(n) if split else pitch(n, item) for n in (problem.d, problem.dv))
+        if split and (direction, order) == ("forward", IJ):
+            return _parts_on_chip(problem, br, bc, to_d, to_dv)
         return _factors_on_chip(problem, direction, br, bc, item, to_d, to_dv)
     if direction == "forward" and order == IJ:
         return (
@@ -380,6 +382,19 @@ def _factors_on_chip(
         Tile("dQ", br, d, item, REGISTERS),
         Tile("dK", bc, d, item, REGISTERS),
         Tile("dV", bc, dv, item, REGISTERS),
+    )
+
+
+def _parts_on_chip(problem: Problem, br: int, bc: int, to_d: int, to_dv: int) -> tuple[Tile, ...]:
+    """K and V as bfloat16 parts, in pairs; P overwrites K's (``ForwardTiles`` in mma/split.cuh)."""
+    pair = 3 * 2 * 2  # bytes of the three parts of two numbers
+    K, P = Tile("K or P", bc, to_d // 2, pair), Tile("K or P", br, pitch(bc, 4), 4)
+    return (
+        Tile("Q", br, to_d, 4),
+        K if K.bytes >= P.bytes else P,
+        Tile("V", bc // 2, to_dv, pair),
+        Tile("K or V", bc, max(to_d, to_dv), 4),  # where they land, before they are split
+        Tile("O", br, problem.dv, 4, REGISTERS),
     )
 
 

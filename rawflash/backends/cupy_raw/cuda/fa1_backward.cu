@@ -44,7 +44,7 @@ __device__ __forceinline__ void compute_delta(const Call& call, const Head& at, 
     __syncwarp();  // the threads of a row read the delta that one of them wrote
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS) fa1_backward(const __grid_constant__ Call call)
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) fa1_backward(const __grid_constant__ Call call)
 {
     extern __shared__ __align__(VECTOR_BYTES) unsigned char on_chip[];
     real* const Q = (real*)on_chip;

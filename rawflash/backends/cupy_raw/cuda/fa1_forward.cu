@@ -15,7 +15,7 @@
 #include "softmax.cuh"
 #include "padding.cuh"
 
-extern "C" __global__ void __launch_bounds__(THREADS) fa1_forward(const __grid_constant__ Call call)
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) fa1_forward(const __grid_constant__ Call call)
 {
     extern __shared__ __align__(VECTOR_BYTES) unsigned char on_chip[];
     real* const Q = (real*)on_chip;

@@ -49,7 +49,7 @@ __device__ __forceinline__ void add_row(real* to, const real (&values)[CD])
     }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS) fa2_backward_keys(const __grid_constant__ Call call)
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) fa2_backward_keys(const __grid_constant__ Call call)
 {
     extern __shared__ __align__(VECTOR_BYTES) unsigned char on_chip[];
     real* const Q = (real*)on_chip;
@@ -140,7 +140,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) fa2_backward_keys(const __
 }
 
 #if DETERMINISTIC
-extern "C" __global__ void __launch_bounds__(THREADS) fa2_backward_queries(const __grid_constant__ Call call)
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) fa2_backward_queries(const __grid_constant__ Call call)
 {
     extern __shared__ __align__(VECTOR_BYTES) unsigned char on_chip[];
     real* const Q = (real*)on_chip;

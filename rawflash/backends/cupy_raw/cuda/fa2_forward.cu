@@ -4,7 +4,7 @@
 // in registers and are written once.
 //
 // On chip:  Q (Br, d), K (Bc, d), V (Bc, dv), S = P (Br, Bc); in registers O (Br, dv), m, l.
-// Read per step: K_j, V_j, while the product before them runs. Written once: O_i, lse_i.
+// Read per step: K_j and V_j, each while the other's product runs. Written once: O_i, lse_i.
 
 #include "numbers.cuh"
 #include "call.cuh"
@@ -15,13 +15,10 @@
 #include "softmax.cuh"
 #include "padding.cuh"
 
-extern "C" __global__ void __launch_bounds__(THREADS) fa2_forward(const __grid_constant__ Call call)
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) fa2_forward(const __grid_constant__ Call call)
 {
     extern __shared__ __align__(VECTOR_BYTES) unsigned char on_chip[];
-    real* const Q = (real*)on_chip;
-    real* const K = Q + BR * PITCH_D;
-    real* const V = K + BC * PITCH_D;
-    real* const P = V + BC * PITCH_V;
+    ForwardTiles tiles((real*)on_chip);
     constexpr int R = ScoreTile::R, C = ScoreTile::C, CV = QueryTile<DV>::C;
     static_assert(ScoreTile::ROW_IN_WARP, "the softmax takes whole rows");
 
@@ -46,35 +43,38 @@ extern "C" __global__ void __launch_bounds__(THREADS) fa2_forward(const __grid_c
     key_range(call, s, i0, j_low, j_high);
     Block tile = next_keys(call, at, i0, j_low, j_high);
 
-    // Load Q_i and the first K_j; V_j behind them
+    // Load Q_i and the first K_j
     if (tile.kind != EMPTY) {
-        clear_tiles(Q);
-        load_tile<BR, D, PITCH_D>(Q, row_of(call.q, s.slot, at.h, s.q_start + i0), call.q.row, s.q_length - i0);
-        load_tile<BC, D, PITCH_D>(K, keys + tile.start * call.k.row, call.k.row, s.kv_length - tile.start);
-        commit_copies();
-        load_tile<BC, DV, PITCH_V>(V, values + tile.start * call.v.row, call.v.row, s.kv_length - tile.start);
+        clear_tiles(tiles.Q);
+        load_tile<BR, D, PITCH_D>(tiles.Q, row_of(call.q, s.slot, at.h, s.q_start + i0), call.q.row, s.q_length - i0);
+        load_tile<BC, D, PITCH_D>(tiles.K, keys + tile.start * call.k.row, call.k.row, s.kv_length - tile.start);
         commit_copies();
     }
     while (tile.kind != EMPTY) {
         const Block next = next_keys(call, at, i0, tile.start + BC, j_high);
-        await_copies<1>();
-        __syncthreads();  // Q_i and K_j are there
+        await_copies<0>();
+        __syncthreads();  // Q_i and K_j are there, and no thread reads V of the step before
+        tiles.keys_landed();
+        load_tile<BC, DV, PITCH_V>(tiles.V, values + tile.start * call.v.row, call.v.row, s.kv_length - tile.start);
+        commit_copies();
 
         // S = Q K^T
         real S[R][C];
         fill(S, real(0));
-        product_nt<DEPTH_D>(S, Q, PITCH_D, K, PITCH_D);
-        finish_scores(call, at, S, P, i0, tile.start, tile.kind);
+        tiles.add_scores(S);
+        tiles.before_P();
+        finish_scores(call, at, S, tiles.P, i0, tile.start, tile.kind);
 
         // m_new = max(m, rowmax(S)); P = exp(S - m_new); l = alpha l + rowsum(P)
         softmax_step(S, m, l, alpha);
-        put_tile(P, S);
+        put_tile(tiles.P, S);
         if constexpr (DROPOUT)
-            drop(call, at, P, i0, tile.start);
+            drop(call, at, tiles.P, i0, tile.start);
         await_copies<0>();
         __syncthreads();  // V_j and P are there, and no thread reads K_j any more
+        tiles.values_landed();
         if (next.kind != EMPTY)
-            load_tile<BC, D, PITCH_D>(K, keys + next.start * call.k.row, call.k.row, s.kv_length - next.start);
+            load_tile<BC, D, PITCH_D>(tiles.K, keys + next.start * call.k.row, call.k.row, s.kv_length - next.start);
         commit_copies();
 
         // O = alpha O + P V
@@ -83,11 +83,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) fa2_forward(const __grid_c
 #pragma unroll
             for (int c = 0; c < CV; c++)
                 O[r][c] *= alpha[r];
-        product_nn<BC, DV>(O, P, PITCH_S, V, PITCH_V);
-        __syncthreads();  // no thread reads V_j any more
-        if (next.kind != EMPTY)
-            load_tile<BC, DV, PITCH_V>(V, values + next.start * call.v.row, call.v.row, s.kv_length - next.start);
-        commit_copies();
+        tiles.add_output(O);
         tile = next;
     }
 

@@ -2,7 +2,7 @@
 //
 // ScoreTile, QueryTile<N>, KeyTile<N>: which numbers of a result a thread owns: R x C of them, at row(r), column(c); vectors of WIDTH;
 // ROW_LANES, row_lane(): the neighbouring threads that share the rows of a ScoreTile, whole rows if ROW_IN_WARP;
-// product_nt, product_nn, product_tn.
+// product_nt, product_nn, product_tn; ForwardTiles: the forward pass's tiles and its two products.
 
 #if SPLIT
 #include "mma/split.cuh"

@@ -62,7 +62,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) sink_gradient(const __grid
 #endif
 
 #if BIAS
-extern "C" __global__ void __launch_bounds__(THREADS) bias_gradient(const __grid_constant__ Call call)
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) bias_gradient(const __grid_constant__ Call call)
 {
     extern __shared__ __align__(VECTOR_BYTES) unsigned char on_chip[];
     real* const Q = (real*)on_chip;

@@ -32,6 +32,8 @@ __device__ __forceinline__ int row_lane() { return thread_x(); }
 static_assert(PITCH_D >= Grouped<D>::padded(Grouped<D>::WIDTH) && PITCH_V >= Grouped<DV>::padded(Grouped<DV>::WIDTH) &&
               PITCH_S >= Grouped<BC>::padded(Grouped<BC>::WIDTH), "a row of a tile holds all that threads touch");
 
+constexpr int STEPS = TYPE == FLOAT64 ? 1 : 2;  // of a product, unrolled: what the registers leave room for
+
 // ---- products: C += A B for the numbers that a thread owns -------------------------------------------------------------
 
 // C[r][c] += sum_k A[row r][k] B[row c][k]: rows and columns spread. K is a multiple of VECTOR: the tiles hold zeros past the data.
@@ -40,7 +42,7 @@ __device__ __forceinline__ void product_nt(real (&sum)[R][C], const real* A, int
 {
     A += thread_y() * pitch_A;
     B += thread_x() * pitch_B;
-#pragma unroll 4
+#pragma unroll STEPS
     for (int k = 0; k < K; k += VECTOR) {
         Vector<VECTOR> a[R], b[C];
 #pragma unroll
@@ -66,7 +68,7 @@ __device__ __forceinline__ void product_nn(real (&sum)[R][C], const real* A, int
     constexpr int WIDTH = Grouped<COLUMNS>::WIDTH;
     A += thread_y() * pitch_A;
     B += thread_x() * WIDTH;
-#pragma unroll 2
+#pragma unroll STEPS
     for (int k = 0; k < K; k += VECTOR) {
         Vector<VECTOR> a[R];
 #pragma unroll
@@ -94,7 +96,7 @@ __device__ __forceinline__ void product_tn(real (&sum)[R][C], const real* A, int
     constexpr int HEIGHT = Grouped<ROWS>::WIDTH, WIDTH = Grouped<COLUMNS>::WIDTH;
     A += thread_y() * HEIGHT;
     B += thread_x() * WIDTH;
-#pragma unroll 4
+#pragma unroll STEPS
     for (int k = 0; k < K; k++) {
         Vector<HEIGHT> a[R / HEIGHT];
         Vector<WIDTH> b[C / WIDTH];
@@ -111,3 +113,19 @@ __device__ __forceinline__ void product_tn(real (&sum)[R][C], const real* A, int
                 sum[r][c] = multiply_add(a[r / HEIGHT].x[r % HEIGHT], b[c / WIDTH].x[c % WIDTH], sum[r][c]);
     }
 }
+
+// The tiles of the forward pass with K/V inside: the products read K_j and V_j where they land.
+struct ForwardTiles {
+    real *Q, *K, *V, *P;
+
+    __device__ __forceinline__ ForwardTiles(real* memory)
+        : Q(memory), K(Q + BR * PITCH_D), V(K + BC * PITCH_D), P(V + BC * PITCH_V)
+    {
+    }
+
+    __device__ __forceinline__ void keys_landed() {}
+    __device__ __forceinline__ void values_landed() {}
+    __device__ __forceinline__ void before_P() {}
+    template <int R, int C> __device__ __forceinline__ void add_scores(real (&S)[R][C]) { product_nt<DEPTH_D>(S, Q, PITCH_D, K, PITCH_D); }
+    template <int R, int C> __device__ __forceinline__ void add_output(real (&O)[R][C]) { product_nn<BC, DV>(O, P, PITCH_S, V, PITCH_V); }
+};

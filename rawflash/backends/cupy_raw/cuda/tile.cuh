@@ -4,12 +4,14 @@
 
 constexpr int SIDE = 16;
 constexpr int THREADS = SIDE * SIDE;
+constexpr int BLOCKS = 1;  // of a multiprocessor, as tiles are planned. Unsaid, the compiler saves registers, at the cost of the order of products
 constexpr unsigned WARP = 0xFFFFFFFFu;
 
 __device__ __forceinline__ int thread_x() { return threadIdx.x % SIDE; }
 __device__ __forceinline__ int thread_y() { return threadIdx.x / SIDE; }
 
 __device__ constexpr int ceil_div(int n, int by) { return (n + by - 1) / by; }
+__device__ constexpr int most_of(int x, int y) { return x > y ? x : y; }
 
 // N columns over 16 threads in vectors of WIDTH neighbours, as wide as leaves at most an eighth of the threads' work idle.
 template <int N> struct Grouped {
@@ -87,7 +89,8 @@ __device__ __forceinline__ void load_tile(real* tile, const elem* from, long lon
 {
     constexpr int CHUNKS = COLUMNS / CHUNK;
     static_assert(CHUNKS * CHUNK == COLUMNS, "vectors of whole rows");
-#pragma unroll 4
+    constexpr int AT_ONCE = ASYNCHRONOUS ? 4 : 1;  // what is converted on its way lies in registers
+#pragma unroll AT_ONCE
     for (int n = threadIdx.x; n < ROWS * CHUNKS; n += THREADS) {
         const int r = n / CHUNKS, x = n % CHUNKS * CHUNK;
         const bool exists = r < count;

@@ -133,14 +133,45 @@ template <class Read> __device__ __forceinline__ PartsOfB parts_of_b(const float
     return parts;
 }
 
+// What gives the parts of eight columns of B, from `column` on among those of the warp, at depth k: a float32 tile, split each time that it
+// is read...
+template <class Read> struct WholeB {
+    const float* tile;
+    int pitch, first_column;
+    __device__ __forceinline__ PartsOfB operator()(int column, int k) const
+    {
+        return parts_of_b<Read>(tile, pitch, first_column + column, k);
+    }
+};
+
+// ... or a tile that was split once: pairs of neighbours along the depth, PITCH of them from row to row, PART from part to part. The depths
+// in the order of AlongRows.
+template <bool DOWN_COLUMNS, int PITCH, int PART> struct SplitB {
+    const unsigned* mine;  // the lane's first pair
+    __device__ __forceinline__ SplitB(const unsigned* tile, int first_column)
+        : mine(tile + (DOWN_COLUMNS ? lane_t() * PITCH + first_column + lane_g() : (first_column + lane_g()) * PITCH + lane_t()))
+    {
+    }
+    __device__ __forceinline__ PartsOfB operator()(int column, int k) const
+    {
+        const unsigned* const at = mine + (DOWN_COLUMNS ? k / 2 * PITCH : k / 2);
+        PartsOfB parts;
+#pragma unroll
+        for (int p = 0; p < PARTS; p++)
+#pragma unroll
+            for (int n = 0; n < 2; n++)
+                parts.part[p][n] = at[p * PART + (DOWN_COLUMNS ? 4 * n * PITCH + column : column * PITCH + 4 * n)];
+        return parts;
+    }
+};
+
 // sum += A B over K for the pieces of Layout. Some pieces of a row side by side: a tensor-core product waits for the one before it in its sum.
-template <class Layout, class ReadA, class ReadB, int K>
-__device__ __forceinline__ void product(
-    float (&sum)[Layout::R][Layout::C], const float* A, int pitch_A, const float* B, int pitch_B)
+template <class Layout, class ReadA, int K, class B>
+__device__ __forceinline__ void product(float (&sum)[Layout::R][Layout::C], const float* A, int pitch_A, B parts_of_b_at)
 {
     constexpr int ABREAST = Layout::NT % 8 == 0 ? 8 : Layout::NT % 4 == 0 ? 4 : Layout::NT % 3 == 0 ? 3 : Layout::NT % 2 == 0 ? 2 : 1;
     constexpr int STEPS = ABREAST == 8 ? 1 : 2;
-    const int first_row = Layout::first_row(), first_column = Layout::first_column();
+    const int first_row = Layout::first_row();
 #pragma unroll STEPS
     for (int k = 0; k < K; k += DEPTH) {
         PartsOfA a[Layout::MT];
@@ -152,7 +183,7 @@ __device__ __forceinline__ void product(
             PartsOfB b[ABREAST];
 #pragma unroll
             for (int x = 0; x < ABREAST; x++)
-                b[x] = parts_of_b<ReadB>(B, pitch_B, first_column + 8 * (n + x), k);
+                b[x] = parts_of_b_at(8 * (n + x), k);
 #pragma unroll
             for (int m = 0; m < Layout::MT; m++) {
                 float c[ABREAST][4] = {};
@@ -177,14 +208,15 @@ __device__ __forceinline__ void product(
 template <int K, int R, int C>
 __device__ __forceinline__ void product_nt(float (&sum)[R][C], const float* A, int pitch_A, const float* B, int pitch_B)
 {
-    product<ScoreTile, AlongRows, AlongRows, K>(sum, A, pitch_A, B, pitch_B);
+    product<ScoreTile, AlongRows, K>(sum, A, pitch_A, WholeB<AlongRows>{B, pitch_B, ScoreTile::first_column()});
 }
 
 // C[r][c] += sum_k A[row r][k] B[k][column c], a tile of rows of Q.
 template <int K, int COLUMNS, int R, int C>
 __device__ __forceinline__ void product_nn(float (&sum)[R][C], const float* A, int pitch_A, const float* B, int pitch_B)
 {
-    product<QueryTile<COLUMNS>, AlongRowsByFour, DownColumns, K>(sum, A, pitch_A, B, pitch_B);
+    product<QueryTile<COLUMNS>, AlongRowsByFour, K>(
+        sum, A, pitch_A, WholeB<DownColumns>{B, pitch_B, QueryTile<COLUMNS>::first_column()});
 }
 
 // C[r][c] += sum_k A[k][column r] B[k][column c], a tile of rows of K.
@@ -192,5 +224,65 @@ template <int K, int ROWS, int COLUMNS, int R, int C>
 __device__ __forceinline__ void product_tn(float (&sum)[R][C], const float* A, int pitch_A, const float* B, int pitch_B)
 {
     static_assert(ROWS == BC, "rows of K");
-    product<KeyTile<COLUMNS>, DownColumns, DownColumns, K>(sum, A, pitch_A, B, pitch_B);
+    product<KeyTile<COLUMNS>, DownColumns, K>(sum, A, pitch_A, WholeB<DownColumns>{B, pitch_B, KeyTile<COLUMNS>::first_column()});
 }
+
+// The tiles of the forward pass with K/V inside. Every warp reads all of K_j and V_j, so that splitting them once, when they have landed,
+// is a fraction of the work. P takes the place of K's parts.
+struct ForwardTiles {
+    static constexpr int PART_K = BC * PITCH_D / 2, PART_V = BC / 2 * PITCH_V;  // pairs of one part
+    static constexpr int K_OR_P = most_of(PARTS * PART_K, BR * PITCH_S);
+    float *Q, *K, *V, *P;  // K, V: where they land, one after the other
+    unsigned *parts_K, *parts_V;
+
+    __device__ __forceinline__ ForwardTiles(float* memory)
+        : Q(memory), K(memory + BR * PITCH_D + K_OR_P + PARTS * PART_V), V(K), P(memory + BR * PITCH_D), parts_K((unsigned*)P),
+          parts_V((unsigned*)P + K_OR_P)
+    {
+    }
+
+    __device__ __forceinline__ void keys_landed()
+    {
+        constexpr int PAIRS = DEPTH_D / 2;
+        for (int n = threadIdx.x; n < BC * PAIRS; n += THREADS) {
+            const int row = n / PAIRS, x = n % PAIRS;
+            Vector<2> pair = vector<2>(K + row * PITCH_D + 2 * x);
+            if (2 * x >= D)  // past the data lies what landed before
+                pair.x[0] = 0;
+            if (2 * x + 1 >= D)
+                pair.x[1] = 0;
+            store_parts(parts_K + row * (PITCH_D / 2) + x, PART_K, pair.x[0], pair.x[1]);
+        }
+        __syncthreads();  // K_j is split, and where it landed is free
+    }
+
+    __device__ __forceinline__ void values_landed()
+    {
+        for (int n = threadIdx.x; n < BC / 2 * DV; n += THREADS) {
+            const int row = n / DV, x = n % DV;
+            store_parts(parts_V + row * PITCH_V + x, PART_V, V[2 * row * PITCH_V + x], V[(2 * row + 1) * PITCH_V + x]);
+        }
+        __syncthreads();  // V_j is split, and where it landed is free
+    }
+
+    __device__ __forceinline__ void before_P() { __syncthreads(); }  // no thread reads K's parts any more
+
+    template <int R, int C> __device__ __forceinline__ void add_scores(float (&S)[R][C])
+    {
+        product<ScoreTile, AlongRows, DEPTH_D>(S, Q, PITCH_D, SplitB<false, PITCH_D / 2, PART_K>(parts_K, ScoreTile::first_column()));
+    }
+
+    template <int R, int C> __device__ __forceinline__ void add_output(float (&O)[R][C])
+    {
+        product<QueryTile<DV>, AlongRows, BC>(O, P, PITCH_S, SplitB<true, PITCH_V, PART_V>(parts_V, QueryTile<DV>::first_column()));
+    }
+
+    static __device__ __forceinline__ void store_parts(unsigned* to, int part, float x, float y)
+    {
+        unsigned pair[PARTS];
+        split(x, y, pair);
+#pragma unroll
+        for (int p = 0; p < PARTS; p++)
+            to[p * part] = pair[p];
+    }
+};
