@@ -349,7 +349,7 @@ def side_gradients(problem: Problem, tiles: Tiles, x: Operands, grads: dict[str,
     call = kernels.call(problem, x, values)
     kernels.run("row_deltas", values["blocks"] * problem.Hq * problem.B, call)
     if "sinks" in grads:
-        kernels.run("sink_gradient", problem.Hq, call)
+        kernels.run("sink_gradient", problem.Hq, call, THREADS * 8)  # a float64 each
     if "bias" in grads:
         b, h, i, j = grads["bias"].view.shape
         tiles_of_bias = (1 if i == 1 else blocks_of(i, tiles.br)) * (1 if j == 1 else blocks_of(j, tiles.bc))

@@ -2,6 +2,8 @@
 //
 // The preamble says which: TYPE (of q, k, v, out), BIAS_TYPE, SLOPE_TYPE, SINK_TYPE, each one of the four codes.
 
+#include "ptx.cuh"
+
 #define FLOAT16 0
 #define BFLOAT16 1
 #define FLOAT32 2
@@ -23,9 +25,7 @@ constexpr int VECTOR = VECTOR_BYTES / sizeof(real);  // numbers in one vector of
 template <int type> __device__ __forceinline__ real widen(typename Storage<type>::stored x)
 {
     if constexpr (type == FLOAT16) {
-        float wide;
-        asm("cvt.f32.f16 %0, %1;" : "=f"(wide) : "h"(x));
-        return wide;
+        return half_to_float(x);
     } else if constexpr (type == BFLOAT16) {
         return __uint_as_float((unsigned)x << 16);
     } else {
@@ -37,9 +37,7 @@ template <int type> __device__ __forceinline__ real widen(typename Storage<type>
 template <int type> __device__ __forceinline__ typename Storage<type>::stored narrow(real x)
 {
     if constexpr (type == FLOAT16) {
-        unsigned short half;
-        asm("cvt.rn.f16.f32 %0, %1;" : "=h"(half) : "f"((float)x));
-        return half;
+        return float_to_half((float)x);
     } else if constexpr (type == BFLOAT16) {
         unsigned bits = __float_as_uint((float)x);
         if ((bits & 0x7FFFFFFFu) > 0x7F800000u)  // a NaN stays one when its low half is cut off
@@ -52,12 +50,7 @@ template <int type> __device__ __forceinline__ typename Storage<type>::stored na
 
 // Softmax in base 2 for float32, where one instruction does exp2; in base e for float64, where a multiplication by
 // log2(e) would cost the last bits of large scores. "Base units" below are those of x in exponential(x).
-__device__ __forceinline__ float exponential(float x)
-{
-    float y;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
-}
+__device__ __forceinline__ float exponential(float x) { return exp2_approximately(x); }
 __device__ __forceinline__ double exponential(double x) { return exp(x); }
 
 constexpr real LOG2E = real(1.4426950408889634074);  // 1 / ln 2

@@ -38,7 +38,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) row_deltas(const __grid_co
 #if SINKS
 extern "C" __global__ void __launch_bounds__(THREADS) sink_gradient(const __grid_constant__ Call call)
 {
-    __shared__ double part[THREADS];
+    extern __shared__ __align__(VECTOR_BYTES) unsigned char on_chip[];
+    double* const part = (double*)on_chip;
     const long long h = blockIdx.x;
     const real sink = widen<SINK_TYPE>(((const Storage<SINK_TYPE>::stored*)call.sinks)[h * call.sinks_h]);
     double sum = 0;

@@ -54,33 +54,17 @@ constexpr bool ASYNCHRONOUS = false;
 #endif
 constexpr int CHUNK = ALIGNED ? VECTOR_BYTES / sizeof(elem) : 1;  // elements that one thread copies at a time
 
-template <int BYTES> __device__ __forceinline__ void copy_asynchronously(real* to, const elem* from, bool exists)
-{
-#if __CUDA_ARCH__ >= 800
-    const unsigned shared = (unsigned)__cvta_generic_to_shared(to);
-    const int bytes = exists ? BYTES : 0;  // the rest of BYTES is filled with zeros
-    if constexpr (BYTES == 16)
-        asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared), "l"(from), "r"(bytes) : "memory");
-    else
-        asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(shared), "l"(from), "n"(BYTES), "r"(bytes) : "memory");
-#endif
-}
-
 __device__ __forceinline__ void commit_copies()
 {
-#if __CUDA_ARCH__ >= 800
     if constexpr (ASYNCHRONOUS)
-        asm volatile("cp.async.commit_group;" ::: "memory");
-#endif
+        commit_group();
 }
 
 // Wait until at most PENDING of this thread's last committed groups are under way.
 template <int PENDING> __device__ __forceinline__ void await_copies()
 {
-#if __CUDA_ARCH__ >= 800
     if constexpr (ASYNCHRONOUS)
-        asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
-#endif
+        await_groups<PENDING>();
 }
 
 // tile[r][x] = from[r * stride + x] for r < count, x < COLUMNS; 0 for count <= r < ROWS. Columns past COLUMNS are left alone.
@@ -97,7 +81,7 @@ __device__ __forceinline__ void load_tile(real* tile, const elem* from, long lon
         const elem* source = exists ? from + r * stride + x : from;
         real* target = tile + r * PITCH + x;
         if constexpr (ASYNCHRONOUS) {
-            copy_asynchronously<CHUNK * sizeof(elem)>(target, source, exists);
+            copy_to_shared<CHUNK * sizeof(elem)>(target, source, exists);
         } else {
             struct alignas(CHUNK * sizeof(elem)) Chunk { elem x[CHUNK]; } chunk;
             if (exists)

@@ -47,22 +47,12 @@ __device__ __forceinline__ void split(float x, float y, unsigned (&parts)[PARTS]
 {
 #pragma unroll
     for (int n = 0; n < PARTS; n++) {
-        if (n == 0)
-            asm("cvt.rz.bf16x2.f32 %0, %1, %2;" : "=r"(parts[n]) : "f"(y), "f"(x));
-        else
-            asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(parts[n]) : "f"(y), "f"(x));
+        parts[n] = n == 0 ? bfloat16_pair_toward_zero(x, y) : bfloat16_pair(x, y);
         if (n + 1 < PARTS) {
             x -= __uint_as_float(parts[n] << 16);
             y -= __uint_as_float(parts[n] & 0xFFFF0000u);
         }
     }
-}
-
-__device__ __forceinline__ void multiply(float (&c)[4], const unsigned (&a)[4], const unsigned (&b)[2])
-{
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
 
 // Sixteen rows of A or eight columns of B, split: for each part, the registers that a tensor-core product takes.
@@ -193,7 +183,7 @@ __device__ __forceinline__ void product(float (&sum)[Layout::R][Layout::C], cons
                     for (int p = 0; p <= order; p++)
 #pragma unroll
                         for (int x = 0; x < ABREAST; x++)
-                            multiply(c[x], a[m].part[p], b[x].part[order - p]);
+                            multiply_bfloat16(c[x], a[m].part[p], b[x].part[order - p]);
 #pragma unroll
                 for (int x = 0; x < ABREAST; x++)
 #pragma unroll

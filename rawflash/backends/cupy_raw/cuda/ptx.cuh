@@ -1,0 +1,85 @@
+// Every instruction that C++ has no name for. Kernels use these functions; tests/emulator.hpp has their twins in C++, to run kernels on
+// a CPU.
+
+#ifndef EMULATED
+
+__device__ __forceinline__ float half_to_float(unsigned short x)
+{
+    float wide;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(wide) : "h"(x));
+    return wide;
+}
+
+__device__ __forceinline__ unsigned short float_to_half(float x)
+{
+    unsigned short half;
+    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(half) : "f"(x));
+    return half;
+}
+
+// 2^x, to 2 units in the last place; a result below the smallest normal number is 0.
+__device__ __forceinline__ float exp2_approximately(float x)
+{
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+// Copies of 4, 8 or 16 bytes into shared memory that the hardware does on its own (sm_80 and later); zeros where the source does not exist.
+template <int BYTES> __device__ __forceinline__ void copy_to_shared(void* to, const void* from, bool exists)
+{
+#if __CUDA_ARCH__ >= 800
+    const unsigned shared = (unsigned)__cvta_generic_to_shared(to);
+    const int bytes = exists ? BYTES : 0;
+    if constexpr (BYTES == 16)
+        asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared), "l"(from), "r"(bytes) : "memory");
+    else
+        asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(shared), "l"(from), "n"(BYTES), "r"(bytes) : "memory");
+#endif
+}
+
+// The copies that this thread has begun since the last time become a group.
+__device__ __forceinline__ void commit_group()
+{
+#if __CUDA_ARCH__ >= 800
+    asm volatile("cp.async.commit_group;" ::: "memory");
+#endif
+}
+
+// Wait until at most PENDING of this thread's last groups are under way.
+template <int PENDING> __device__ __forceinline__ void await_groups()
+{
+#if __CUDA_ARCH__ >= 800
+    asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
+#endif
+}
+
+#if __CUDA_ARCH__ >= 800
+
+// Two bfloat16 in one register, x in the low half: rounded to nearest, or cut off.
+__device__ __forceinline__ unsigned bfloat16_pair(float x, float y)
+{
+    unsigned pair;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(y), "f"(x));
+    return pair;
+}
+
+__device__ __forceinline__ unsigned bfloat16_pair_toward_zero(float x, float y)
+{
+    unsigned pair;
+    asm("cvt.rz.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(y), "f"(x));
+    return pair;
+}
+
+// c += a b for 16 x 8 sums of 16 products of bfloat16, by a whole warp. Lane (g, t) = (lane / 4, lane % 4) holds
+// a: rows g, g + 8, g, g + 8 at depths 2 t, 2 t, 2 t + 8, 2 t + 8 and their neighbours; b: column g at depths 2 t and 2 t + 8 and their
+// neighbours; c: row g, columns 2 t and 2 t + 1, then row g + 8.
+__device__ __forceinline__ void multiply_bfloat16(float (&c)[4], const unsigned (&a)[4], const unsigned (&b)[2])
+{
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+}
+
+#endif
+#endif

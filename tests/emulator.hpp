@@ -1,0 +1,256 @@
+// CUDA on a CPU, as much as the kernels of cupy_raw use: a thread is a fiber; a barrier lets the others run.
+//
+// Unkind where hardware may be: asynchronous copies happen when they are waited for (or, if they never are, when the thread ends), shared
+// memory starts as NaN, and the bytes behind it are watched. Order of threads: round robin, forwards or backwards.
+
+#include <cmath>
+#include <cstdint>
+#include <cstdio>
+#include <cstring>
+#include <sys/mman.h>
+#include <ucontext.h>
+#include <vector>
+
+#define EMULATED
+#define __CUDA_ARCH__ 900
+#define __device__
+#define __global__
+#define __shared__
+#define __grid_constant__
+#define __forceinline__ inline
+#define __align__(n) __attribute__((aligned(n)))
+#define __launch_bounds__(...)
+
+struct uint4 { unsigned x, y, z, w; };
+struct float2 { float x, y; };
+struct float4 { float x, y, z, w; };
+inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
+inline float2 make_float2(float x, float y) { return {x, y}; }
+inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
+struct Dimensions { unsigned x, y, z; };
+static Dimensions threadIdx, blockIdx, blockDim, gridDim;
+
+template <class To, class From> inline To bits(From x)
+{
+    To y;
+    static_assert(sizeof x == sizeof y, "the same size");
+    memcpy(&y, &x, sizeof y);
+    return y;
+}
+inline float __uint_as_float(unsigned x) { return bits<float>(x); }
+inline unsigned __float_as_uint(float x) { return bits<unsigned>(x); }
+inline double __longlong_as_double(long long x) { return bits<double>(x); }
+inline unsigned __umulhi(unsigned x, unsigned y) { return (unsigned)((uint64_t)x * y >> 32); }
+template <class T> inline T __ldg(const T* p) { return *p; }
+template <class T> inline void atomicAdd(T* p, T x) { *p += x; }
+inline void atomicAdd(float2* p, float2 x) { p->x += x.x, p->y += x.y; }
+inline void atomicAdd(float4* p, float4 x) { p->x += x.x, p->y += x.y, p->z += x.z, p->w += x.w; }
+
+// ---- fibers -------------------------------------------------------------------------------------------------------------
+
+constexpr unsigned MOST_THREADS = 512, LANES = 32;
+constexpr size_t STACK = 512 << 10, MOST_SHARED = 256 << 10, WATCHED = 4096;
+__attribute__((aligned(1024))) unsigned char on_chip[MOST_SHARED + WATCHED];
+
+struct Copy { void* to; const void* from; int bytes; bool exists; };
+enum State { READY, AT_BARRIER, IN_WARP, ENDED };
+struct Fiber {
+    ucontext_t context;
+    State state;
+    std::vector<Copy> begun;
+    std::vector<std::vector<Copy>> groups;
+    void* operand[3];  // of a warp's operation
+};
+static Fiber fibers[MOST_THREADS];
+static ucontext_t scheduler;
+static char* stacks;
+static unsigned threads, current, at_barrier, in_warp[MOST_THREADS / LANES], voices;
+static bool diverged;
+static void (*body)(void*);
+static void* argument;
+
+static void wait(State why)
+{
+    const unsigned me = current;
+    fibers[me].state = why;
+    swapcontext(&fibers[me].context, &scheduler);
+    current = me;
+    threadIdx.x = me;
+}
+
+static void perform(const std::vector<Copy>& copies)
+{
+    for (const Copy& c : copies)
+        c.exists ? (void)memcpy(c.to, c.from, c.bytes) : (void)memset(c.to, 0, c.bytes);
+}
+
+inline void __syncthreads()
+{
+    if (++at_barrier < threads) {
+        wait(AT_BARRIER);
+        return;
+    }
+    at_barrier = 0;
+    for (unsigned n = 0; n < threads; n++)
+        if (fibers[n].state == AT_BARRIER)
+            fibers[n].state = READY;
+}
+
+inline int __syncthreads_or(int x)
+{
+    static int heard;
+    if (at_barrier == 0)
+        heard = 0;
+    heard |= x != 0;
+    __syncthreads();
+    const int answer = heard;
+    __syncthreads();  // all have read it
+    return answer;
+}
+
+// The last lane that comes does the work of the whole warp.
+template <class Work> inline void by_warp(Work work)
+{
+    const unsigned warp = current / LANES;
+    if (++in_warp[warp] < LANES) {
+        wait(IN_WARP);
+        return;
+    }
+    in_warp[warp] = 0;
+    work(fibers + warp * LANES);
+    for (unsigned n = warp * LANES; n < (warp + 1) * LANES; n++)
+        if (fibers[n].state == IN_WARP)
+            fibers[n].state = READY;
+}
+
+inline void __syncwarp() { by_warp([](Fiber*) {}); }
+
+template <class T> inline T __shfl_xor_sync(unsigned, T x, int mask)
+{
+    T answer;
+    fibers[current].operand[0] = &x;
+    fibers[current].operand[1] = &answer;
+    by_warp([mask](Fiber* lanes) {
+        for (unsigned n = 0; n < LANES; n++)
+            *(T*)lanes[n].operand[1] = *(T*)lanes[n ^ mask].operand[0];
+    });
+    return answer;
+}
+
+// ---- the twins of ptx.cuh -----------------------------------------------------------------------------------------------------
+
+inline float half_to_float(unsigned short x) { return (float)bits<_Float16>(x); }
+inline unsigned short float_to_half(float x) { return bits<unsigned short>((_Float16)x); }
+inline float exp2_approximately(float x)
+{
+    const float y = exp2f(x);
+    return y < 1.17549435e-38f ? 0.0f : y;
+}
+
+template <int BYTES> inline void copy_to_shared(void* to, const void* from, bool exists)
+{
+    fibers[current].begun.push_back({to, from, BYTES, exists});
+}
+inline void commit_group()
+{
+    fibers[current].groups.push_back(std::move(fibers[current].begun));
+    fibers[current].begun.clear();
+}
+template <int PENDING> inline void await_groups()
+{
+    auto& groups = fibers[current].groups;
+    while (groups.size() > PENDING) {
+        perform(groups.front());
+        groups.erase(groups.begin());
+    }
+}
+
+inline unsigned bfloat16_bits(float x)
+{
+    const unsigned word = bits<unsigned>(x);
+    if ((word & 0x7FFFFFFFu) > 0x7F800000u)
+        return word >> 16 | 0x40u;
+    return (word + 0x7FFFu + (word >> 16 & 1u)) >> 16;
+}
+inline unsigned bfloat16_pair(float x, float y) { return bfloat16_bits(x) | bfloat16_bits(y) << 16; }
+inline unsigned bfloat16_pair_toward_zero(float x, float y) { return bits<unsigned>(x) >> 16 | (bits<unsigned>(y) & 0xFFFF0000u); }
+
+inline void multiply_bfloat16(float (&c)[4], const unsigned (&a)[4], const unsigned (&b)[2])
+{
+    Fiber& me = fibers[current];
+    me.operand[0] = c, me.operand[1] = (void*)a, me.operand[2] = (void*)b;
+    by_warp([](Fiber* lanes) {
+        float A[16][16], B[16][8];
+        for (unsigned n = 0; n < LANES; n++) {
+            const unsigned g = n / 4, t = n % 4, *x = (unsigned*)lanes[n].operand[1], *y = (unsigned*)lanes[n].operand[2];
+            for (unsigned r = 0; r < 4; r++)
+                for (unsigned half = 0; half < 2; half++)
+                    A[g + 8 * (r % 2)][2 * t + 8 * (r / 2) + half] = bits<float>(half ? x[r] & 0xFFFF0000u : x[r] << 16);
+            for (unsigned r = 0; r < 2; r++)
+                for (unsigned half = 0; half < 2; half++)
+                    B[2 * t + 8 * r + half][g] = bits<float>(half ? y[r] & 0xFFFF0000u : y[r] << 16);
+        }
+        for (unsigned n = 0; n < LANES; n++) {
+            float* c = (float*)lanes[n].operand[0];
+            for (unsigned e = 0; e < 4; e++) {
+                double sum = c[e];
+                for (unsigned k = 0; k < 16; k++)
+                    sum += (double)A[n / 4 + 8 * (e / 2)][k] * B[k][2 * (n % 4) + e % 2];
+                c[e] = (float)sum;
+            }
+        }
+    });
+}
+
+// ---- a launch -------------------------------------------------------------------------------------------------------------
+
+static void thread_main()
+{
+    body(argument);
+    perform(fibers[current].begun);
+    for (const auto& group : fibers[current].groups)
+        perform(group);
+    fibers[current].state = ENDED;
+    swapcontext(&fibers[current].context, &scheduler);
+}
+
+// 0: all threads of all blocks came to their end. 1: threads wait for threads that will not come. 2: memory behind the tiles was written.
+static int run_blocks(unsigned blocks, unsigned count, size_t shared, bool backwards)
+{
+    if (!stacks)
+        stacks = (char*)mmap(nullptr, STACK * MOST_THREADS, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    threads = count;
+    gridDim = {blocks, 1, 1}, blockDim = {count, 1, 1};
+    for (unsigned block = 0; block < blocks; block++) {
+        blockIdx = {backwards ? blocks - 1 - block : block, 0, 0};
+        memset(on_chip, 0xFF, shared);
+        memset(on_chip + shared, 0x5A, WATCHED);
+        at_barrier = 0;
+        memset(in_warp, 0, sizeof in_warp);
+        for (unsigned n = 0; n < count; n++) {
+            fibers[n].state = READY;
+            fibers[n].begun.clear(), fibers[n].groups.clear();
+            getcontext(&fibers[n].context);
+            fibers[n].context.uc_stack.ss_sp = stacks + n * STACK, fibers[n].context.uc_stack.ss_size = STACK;
+            makecontext(&fibers[n].context, thread_main, 0);
+        }
+        for (unsigned ended = 0; ended < count;) {
+            bool any = false;
+            for (unsigned x = 0; x < count; x++) {
+                const unsigned n = backwards ? count - 1 - x : x;
+                if (fibers[n].state != READY)
+                    continue;
+                any = true;
+                current = n, threadIdx = {n, 0, 0};
+                swapcontext(&scheduler, &fibers[n].context);
+                ended += fibers[n].state == ENDED;
+            }
+            if (!any && ended < count)
+                return 1;
+        }
+        for (size_t n = 0; n < WATCHED; n++)
+            if (on_chip[shared + n] != 0x5A)
+                return 2;
+    }
+    return 0;
+}

@@ -1,0 +1,163 @@
+"""Every kernel of cupy_raw against the oracle, without a GPU: run by emulator.py, barriers, warps and all.
+
+What it cannot see: speed, ptxas, the order in which real threads run (two orders are tried), 16-byte alignment faults.
+"""
+
+from dataclasses import replace
+
+import emulator
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from strategies import DTYPES, problems, varlen_problems
+from test_forward import AWKWARD, awkward, make
+from tolerances import assert_close
+
+from rawflash.backends.cupy_raw import compile
+
+ALGORITHMS = ("fa1", "fa2")
+
+
+def on_device(case, small_on_device=False):
+    """The case with arrays of the emulator; lengths, offsets and slopes too, if asked."""
+    move = emulator.to_device
+    options = {n: move(x) if n in ("bias", "sinks", "mask") and isinstance(x, np.ndarray) else x
+               for n, x in case.options.items()}  # fmt: skip
+    cu_seqlens = case.cu_seqlens
+    if small_on_device:
+        for name in ("alibi_slopes", "q_lengths", "kv_lengths", "q_offset"):
+            if isinstance(options.get(name), (list, np.ndarray)):
+                value = options[name]
+                options[name] = move(np.asarray(value, None if len(value) else getattr(value, "dtype", int)))
+        cu_seqlens = cu_seqlens and tuple(move(np.asarray(n)) for n in cu_seqlens)
+    dlse = None if case.dlse is None else move(case.dlse)
+    moved = {name: move(getattr(case, name)) for name in ("q", "k", "v", "dout")}
+    return replace(case, **moved, dlse=dlse, options=options, cu_seqlens=cu_seqlens)
+
+
+def check(host, reference, small_on_device=False, **options):
+    case = on_device(host, small_on_device)
+    out, lse = case.forward(**options)
+    results = {"out": out, "lse": lse}
+    gradients = case.backward(out, lse, **options)
+    results |= {"d" + name: g for name, g in zip(case.wrt, gradients, strict=True)}
+    for name, result in results.items():
+        assert type(result) is emulator.ndarray
+        assert_close(name, np.asarray(result), reference)
+
+
+@pytest.fixture(params=[False, True], ids=["forwards", "backwards"])
+def device(request, monkeypatch):
+    emulator.install(monkeypatch, backwards=request.param)
+
+
+#: Calls of test_forward's table that between them switch on everything that a kernel's text can hold.
+CHOSEN = (
+    "two tiles - 1, two tiles + 1",
+    "Tq > Tk, causal, sinks",
+    "offsets per batch",
+    "window",
+    "odd dimensions",
+    "grouped heads 8:2",
+    "no keys, sinks",
+    "lengths, causal",
+    "a huge sink",
+    "mask object",
+    "bias by row",
+    "bias by key and head",
+    "bias with -inf",
+    "alibi by batch",
+    "softcap",
+    "nearly all dropped",
+    "many tiles, causal",
+    "many tiles, everything",
+    "scores near 1e4",
+    "six axes",
+)
+assert set(CHOSEN) <= set(AWKWARD)
+names = list(DTYPES)
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("name", CHOSEN)
+def test_awkward_calls(name, algorithm, device_by_name):
+    """A dtype each, in turn; float32 is the one whose products are on tensor cores."""
+    n = CHOSEN.index(name) + ALGORITHMS.index(algorithm)
+    dtype = "float32" if n % 2 == 0 else names[n // 2 % len(names)]
+    case, reference = awkward(name, dtype)
+    check(case, reference, algorithm=algorithm, small_on_device=n % 3 == 0, deterministic=n % 4 == 0)
+
+
+@pytest.fixture
+def device_by_name(request, monkeypatch):
+    emulator.install(monkeypatch, backwards=len(request.node.name) % 2 == 1)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_orders_of_threads(device, dtype, deterministic):
+    case = make(B=1, Hq=2, Hkv=1, Tq=70, Tk=150, d=40, dv=24, dtype=dtype, causal=True)
+    check(case, case.reference(), deterministic=deterministic)
+
+
+@pytest.fixture(scope="module")
+def device_of_module():
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        emulator.install(monkeypatch)
+        yield
+
+
+FEW = settings(max_examples=8, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+
+
+@FEW
+@given(problems(algorithms=ALGORITHMS))
+def test_drawn_problems(device_of_module, case):
+    check(case, case.reference(), small_on_device=case.how["seed"] % 2 == 1)
+
+
+@FEW
+@given(varlen_problems(algorithms=ALGORITHMS))
+def test_drawn_varlen_problems(device_of_module, case):
+    check(case, case.reference(), small_on_device=case.how["seed"] % 2 == 1)
+
+
+# ---- the tests can fail ---------------------------------------------------------------------------------------
+
+AWAIT_V = "await_copies<0>();\n        __syncthreads();  // V_j and P"
+BROKEN = {
+    "O is not rescaled": ("O[r][c] *= alpha[r];", "O[r][c] *= real(1);"),
+    "V is not awaited": (AWAIT_V, "__syncthreads();  // V_j and P"),
+    "copies are left uncommitted": ("commit_copies();\n    }\n    while (tile.kind", "}\n    while (tile.kind"),
+    "K_j is overwritten while it is read": (AWAIT_V, "await_copies<0>();  //"),
+    "the band is one key wide of the mark": ("+ call.band_upper + 1", "+ call.band_upper + 2"),
+    "the third part is left out": ("order = PARTS - 1", "order = PARTS - 2"),
+    "two lanes are exchanged": ("{ return threadIdx.x % 4; }", "{ return threadIdx.x % 4 ^ 1; }"),
+    "a thread stays away from a barrier": (
+        "        __syncthreads();  // V_j and P", "        if (threadIdx.x != 5) __syncthreads();  // V_j and P"),
+    "a tile is many rows too long": ("n < ROWS * CHUNKS", "n < (ROWS + 90) * CHUNKS"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("how", BROKEN)
+def test_broken_kernels_are_caught(how, device_by_name, monkeypatch):
+    old, new = BROKEN[how]
+    whole = compile.source
+
+    def broken(name, preamble):
+        text = whole(name, preamble)
+        if name == "fa2_forward.cu":
+            assert old in text, "the kernel has changed: this test must follow"
+            text = text.replace(old, new)
+        return text
+
+    case = make(B=1, Hq=1, Tq=140, Tk=150, d=24, causal=True)
+    reference = case.reference()
+    case = on_device(case)
+    out, _ = case.forward()
+    assert_close("out", np.asarray(out), reference)
+    emulator.install(monkeypatch, backwards=True)
+    monkeypatch.setattr(compile, "source", broken)
+    with pytest.raises(AssertionError):
+        out, _ = case.forward()
+        assert_close("out", np.asarray(out), reference)
