@@ -7,6 +7,7 @@ every run; "thorough", at least 500 problems.
 
 import os
 
+import gpu_record
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, settings
@@ -20,6 +21,11 @@ settings.register_profile("default", max_examples=EXAMPLES, **_COMMON)
 settings.register_profile("ci", max_examples=EXAMPLES, derandomize=True, **_COMMON)
 settings.register_profile("thorough", max_examples=max(500, EXAMPLES), **_COMMON)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE") or ("ci" if os.environ.get("CI") else "default"))
+
+
+def pytest_terminal_summary(terminalreporter, exitstatus, config):
+    """After ``pytest -m gpu``: its record. Of xdist's processes only the one that has seen all reports gets here."""
+    gpu_record.after_pytest(terminalreporter, exitstatus, config)
 
 
 @pytest.fixture

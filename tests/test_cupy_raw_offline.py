@@ -1,0 +1,424 @@
+"""Every CUDA C++ kernel, compiled without a GPU for the GPUs there are: registers, spills, shared memory, instructions.
+
+A call goes the way it goes on a GPU, from the public function to the launch, on a CuPy that has no device
+(:class:`Device`): so the tiles, the preamble and the choice of the files are those of a real call. What it would
+have loaded is compiled, and what the assembler says is compared with ``kernel_resources.json``: exactly if NVRTC is
+the one that the table was made with.
+
+What is compiled (:func:`cases`); all of every option, dtype and architecture would take an hour:
+
+* on every architecture: plain float32 calls, d = 64, of the four passes;
+* on sm_90a the common calls: every dtype, d = 64 and 128, plain (fa1, fa2) and causal (fa2);
+* on sm_90a: every dtype with every option at once, and deterministic; packed sequences; other head dimensions;
+* on sm_75 and sm_80: other dtypes, and every option at once.
+
+The static assertions of the float32 kernels are compiled for every kind of head dimension, without the kernels.
+
+``python tests/test_cupy_raw_offline.py --write`` makes the table anew. A kernel that spills in a common call stands
+in `SPILLS`, with the bytes that it may spill at most.
+"""
+
+import argparse
+import json
+import math
+import re
+import shutil
+import subprocess
+import sys
+from collections import Counter
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager, suppress
+from importlib import metadata
+from itertools import product
+from pathlib import Path
+from types import SimpleNamespace
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+from strategies import DTYPES
+
+import rawflash as rf
+from rawflash import arrays, hardware, problem
+from rawflash import masks as M
+from rawflash.backends.cupy_raw import compile as compiler
+from rawflash.backends.cupy_raw import launch
+
+TABLE = Path(__file__).with_name("kernel_resources.json")
+ARCHITECTURES = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90a", "sm_100a", "sm_120")
+KERNELS = ("fa1_forward", "fa1_backward", "fa2_forward", "fa2_backward")
+FA2 = KERNELS[2:]
+COMMON = ("plain", "causal")
+USED = ("registers", "stack", "spill_stores", "spill_loads", "shared")  # of compile.usage
+LAUNCHED = ("threads", "dynamic_shared")  # 0, 0: the call does not launch this kernel of the file
+COLUMNS = (*USED, *LAUNCHED)
+REGISTERS = 65536  # of a multiprocessor, on every architecture here
+UNASKED_SHARED = 48 * 1024  # dynamic shared memory that a launch has without asking
+
+# Kernels that spill in common calls on sm_80 and later: "row of the table": (bytes that a thread stores, and loads).
+# This can only get better; at present there is none.
+SPILLS: dict[str, tuple[int, int]] = {}
+
+
+# ---- a device that is not there ----------------------------------------------------------------------------
+
+
+class Array:
+    """As much of a CuPy array as a call looks at; its memory is nowhere."""
+
+    __module__ = "cupy"
+
+    def __init__(self, shape, dtype=np.float32):
+        like = np.empty(shape, dtype)  # never touched, so it costs no memory
+        self.shape, self.strides, self.dtype, self.nbytes = like.shape, like.strides, like.dtype, like.nbytes
+        self.data = SimpleNamespace(ptr=1 << 44, device_id=0, memset_async=lambda value, nbytes: None)
+
+    def astype(self, dtype, copy=True):
+        return self
+
+    def reshape(self, *shape):
+        return self
+
+
+class Function:
+    """A kernel; a launch leaves its threads and its dynamic shared memory in `launched`."""
+
+    def __init__(self, name, launched):
+        self.name, self.launched, self.ptr, self.allowed = name, launched, self, UNASKED_SHARED
+
+    def __call__(self, grid, block, args, shared_mem=0, stream=None):
+        assert min(grid) >= 1
+        assert shared_mem <= self.allowed, f"{self.name} is launched with more shared memory than it asked for"
+        self.launched[self.name] = math.prod(block), shared_mem
+
+
+class Program(NamedTuple):
+    """A text that a call would have compiled and loaded, and the kernels of it that it launched."""
+
+    file: str
+    text: str
+    arch: str
+    launched: dict
+
+    def get_function(self, name):
+        return Function(name, self.launched)
+
+
+class Device:
+    """A GPU as CuPy shows it, of an architecture; what is loaded on it is kept in `programs`."""
+
+    def __init__(self, arch):
+        chip = hardware.CHIPS[arch.removesuffix("a")]
+        attributes = {"MaxSharedMemoryPerBlockOptin": chip.on_chip_bytes, "MultiProcessorCount": 132}
+        capability = chip.name.removeprefix("sm_")
+        self.programs = []
+        self.cupy = SimpleNamespace(
+            ndarray=Array,
+            asarray=lambda host: Array(host.shape, host.dtype),
+            cuda=SimpleNamespace(
+                is_available=lambda: True,
+                Device=lambda number: SimpleNamespace(compute_capability=capability, attributes=attributes),
+                Event=lambda **options: SimpleNamespace(record=lambda: None),
+                get_current_stream=lambda: SimpleNamespace(ptr=0, is_capturing=lambda: False),
+                runtime=SimpleNamespace(getDevice=lambda: 0),
+                driver=SimpleNamespace(
+                    CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES=8,
+                    funcSetAttribute=lambda function, attribute, nbytes: setattr(function, "allowed", nbytes),
+                ),
+            ),
+        )
+
+    def load(self, text, arch):
+        (file,) = re.findall(r'^#line 1 "(.*\.cu)"$', text, re.MULTILINE)
+        self.programs.append(Program(file, text, arch, {}))
+        return self.programs[-1]
+
+    @contextmanager
+    def current(self):
+        """In here calls run on this device."""
+        remembered = (arrays.require_cupy, hardware._gpu, compiler.arch_of)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setitem(sys.modules, "cupy", self.cupy)
+            patch.setattr(compiler, "load", self.load)
+            patch.setattr(problem, "_MEMO", {})
+            try:
+                for function in remembered:
+                    function.cache_clear()
+                yield
+            finally:
+                for function in remembered:
+                    function.cache_clear()
+
+
+# ---- calls -------------------------------------------------------------------------------------------------
+
+B, HQ, HKV, T = 2, 4, 2, 1024
+IDS = np.arange(T) // 100
+STARTS = np.array([0, T // 3, T], np.int32)
+OPTIONS = {
+    "plain": {},
+    "causal": dict(causal=True),
+    "everything": dict(
+        window=(700, 3), softcap=20.0, alibi_slopes=[0.5, 0.25, 0.1, 0.0], dropout=0.1,
+        mask=M.Segments(IDS, IDS) | M.PrefixLM(9) & M.Dense(np.ones((1, HQ, 1, T), bool)),
+    ),  # and arrays: bias, sinks, dlse
+    "packed": dict(causal=True),
+    "deterministic": dict(deterministic=True),
+}  # fmt: skip
+
+
+class Case(NamedTuple):
+    """One forward or backward call."""
+
+    arch: str
+    kernel: str
+    dtype: str
+    d: int
+    options: str
+
+    def __str__(self):
+        return f"{self.arch} {self.kernel} {self.dtype} d={self.d} {self.options}"
+
+    @property
+    def common(self):
+        return self.options in COMMON and self.d in (64, 128) and self.arch != "sm_75"
+
+
+def cases():
+    def on(arch, kernels, dtypes, dimensions, options):
+        return [Case(*case) for case in product((arch,), kernels, dtypes, dimensions, options)]
+
+    found = [case for arch in ARCHITECTURES for case in on(arch, KERNELS, ["float32"], [64], ["plain"])]
+    found += on("sm_90a", KERNELS, DTYPES, [64, 128], ["plain"])
+    found += on("sm_90a", FA2, DTYPES, [64, 128], ["causal"])
+    found += on("sm_90a", FA2, DTYPES, [64], ["everything"])
+    found += on("sm_90a", KERNELS[:2], ["float32"], [64], ["everything"])
+    found += on("sm_90a", KERNELS, ["float32"], [64], ["packed"]) + on("sm_90a", FA2, ["float16"], [128], ["packed"])
+    found += on("sm_90a", ["fa2_backward"], DTYPES, [64], ["deterministic"])
+    found += on("sm_90a", FA2, ["float32"], [32, 80, 256], ["plain"])
+    # at d = 20, rows of float16 do not start at multiples of 16 bytes
+    found += on("sm_90a", FA2, ["float16"], [20, 32], ["plain"]) + on("sm_90a", FA2, ["float64"], [32], ["plain"])
+    for arch in ("sm_75", "sm_80"):
+        found += on(arch, FA2, ["float16", "float64"], [128], ["plain"])
+        found += on(arch, FA2, ["float32"], [64], ["everything"])
+    return list(dict.fromkeys(found))
+
+
+CASES = cases()
+each_case = pytest.mark.parametrize("case", CASES, ids=str)
+
+
+def programs(case):
+    """What a call would load, by way of the public functions."""
+    dtype, packed = DTYPES[case.dtype], case.options == "packed"
+    statistic = np.float64 if case.dtype == "float64" else np.float32
+    lead = () if packed else (B,)
+    q, k, v = (Array((*lead, heads, T, case.d), dtype) for heads in (HQ, HKV, HKV))
+    options = OPTIONS[case.options] | dict(algorithm=case.kernel.partition("_")[0])
+    starts = dict(cu_seqlens_q=STARTS, cu_seqlens_k=STARTS) if packed else {}
+    everything = case.options == "everything"
+    if everything:
+        options |= dict(bias=Array((HQ, T, T), dtype), sinks=Array((HQ,), dtype))
+    device = Device(case.arch)
+    with device.current():
+        if case.kernel.endswith("forward"):
+            (rf.attention_varlen if packed else rf.attention)(q, k, v, **starts, **options)
+        else:
+            lse = Array(q.shape[:-1], statistic)
+            if everything:
+                options |= dict(dlse=lse, wrt=("q", "k", "v", "bias", "sinks"))
+            backward = rf.attention_varlen_backward if packed else rf.attention_backward
+            backward(q, q, k, v, q, lse, **starts, **options)
+    return device.programs
+
+
+def resources(case):
+    """Rows of the table: what each kernel that a call loads takes, or why there is none."""
+    try:
+        loaded = programs(case)
+    except rf.TileError as error:
+        return {str(case): f"does not fit: {error.needed} bytes needed, {error.available} there"}
+    rows = {}
+    for program in loaded:
+        used = compiler.usage(compiler.compile_log(program.text, program.arch)[1])
+        assert program.launched.keys() <= used.keys()
+        for kernel, numbers in sorted(used.items()):
+            rows[f"{case}: {program.file} {kernel}"] = dict(
+                zip(COLUMNS, [*(numbers[name] for name in USED), *program.launched.get(kernel, (0, 0))], strict=True)
+            )
+    return rows
+
+
+# ---- the table ---------------------------------------------------------------------------------------------
+
+
+def read():
+    """NVRTC's version, and the rows as `resources` gives them."""
+    table = json.loads(TABLE.read_text())
+    return table["nvrtc"], {
+        key: row if isinstance(row, str) else dict(zip(table["columns"], row, strict=True))
+        for key, row in table["kernels"].items()
+    }
+
+
+def write():
+    """Make the table, a line for each kernel; none if a kernel does not compile."""
+    with ProcessPoolExecutor() as pool:
+        jobs = {case: pool.submit(resources, case) for case in CASES}
+    failed = {case: job.exception() for case, job in jobs.items() if job.exception()}
+    if failed:
+        sys.exit("\n".join(f"{case}: {error}" for case, error in failed.items()))
+    rows = {key: row for job in jobs.values() for key, row in job.result().items()}
+    lines = [
+        f"  {json.dumps(key)}: {json.dumps(row if isinstance(row, str) else list(row.values()))}"
+        for key, row in rows.items()
+    ]
+    head = f' "nvrtc": {json.dumps(compiler._compiler())},\n "columns": {json.dumps(COLUMNS)},\n'
+    TABLE.write_text("{\n" + head + ' "kernels": {\n' + ",\n".join(lines) + "\n }\n}\n")
+    print(f"{len(rows)} rows; these spill, those in common calls marked by *:")
+    common = tuple(f"{case}:" for case in CASES if case.common)
+    for key, row in rows.items():
+        if spilled(row):
+            print("*" if key.startswith(common) else " ", f'"{key}": {spilled(row)},')
+
+
+def spilled(row):
+    """Bytes of a thread that go to memory and come back for want of registers: (stored, loaded), or None."""
+    if isinstance(row, str) or not (row["spill_stores"] or row["spill_loads"]):
+        return None
+    return row["spill_stores"], row["spill_loads"]
+
+
+def of(case, rows):
+    """The rows of one case."""
+    return {key: row for key, row in rows.items() if key.partition(":")[0] == str(case)}
+
+
+# ---- tests -------------------------------------------------------------------------------------------------
+
+WHOLE_KERNEL = re.compile(r'^extern "C" __global__.*?^\}$', re.DOTALL | re.MULTILINE)
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_90a"])
+def test_plans_of_every_head_dimension_are_what_kernels_expect(arch):
+    """Their static assertions: compiled without the kernels, which takes no time, for each size of shared memory."""
+    pytest.importorskip("cupy")
+    refused = {}
+    for kernel, d in product(FA2, (1, 20, 100, 250, *range(8, 257, 8))):
+        program = programs(Case(arch, kernel, "float32", d, "plain"))[0]
+        try:
+            compiler.compile_log(WHOLE_KERNEL.sub("", program.text), arch)
+        except rf.BackendError as error:
+            refused.setdefault(str(error).splitlines()[1], []).append(f"{kernel} d={d}")
+    assert not refused
+
+
+@each_case
+def test_resources(case):
+    pytest.importorskip("cupy")
+    rows, (version, table) = resources(case), read()
+    available = hardware.CHIPS[case.arch.removesuffix("a")].on_chip_bytes
+    for key, row in rows.items():
+        if not isinstance(row, str):
+            assert row["registers"] * row["threads"] <= REGISTERS, key
+            assert row["shared"] + row["dynamic_shared"] <= available, key
+    recorded = of(case, table)
+    again = "python tests/test_cupy_raw_offline.py --write"
+    assert rows.keys() == recorded.keys(), again
+    if compiler._compiler() == version:
+        assert rows == recorded, again
+        return
+    for key, row in rows.items():  # another NVRTC gives out other registers
+        if isinstance(row, str) or isinstance(recorded[key], str):
+            assert row == recorded[key], key
+        else:
+            assert all(row[name] == recorded[key][name] for name in LAUNCHED), key
+            assert spilled(row) is None or spilled(recorded[key]), key
+
+
+def test_the_table_has_these_cases_and_no_other():
+    _, table = read()
+    assert {key.partition(":")[0] for key in table} == {str(case) for case in CASES}
+
+
+def test_common_calls_do_not_spill():
+    _, table = read()
+    common = {key: spilled(row) for case in CASES if case.common for key, row in of(case, table).items()}
+    assert {key for key, bytes_ in common.items() if bytes_} == SPILLS.keys(), "fix a kernel, or take out what is fixed"
+    for key, most in SPILLS.items():
+        assert all(now <= then for now, then in zip(common[key], most, strict=True)), key
+
+
+def test_every_file_is_compiled_for_every_architecture():
+    """A new file that no case reaches shows here."""
+    files = {path.relative_to(compiler.CUDA).as_posix() for path in compiler.CUDA.rglob("*.cu")}
+    reached = {arch: set() for arch in ARCHITECTURES}
+    for case in CASES:
+        try:
+            reached[case.arch] |= {program.file for program in programs(case)}
+        except rf.TileError:
+            pass
+    assert set().union(*reached.values()) == files
+    common = set.intersection(*reached.values())
+    assert {f"{name}.cu" for name in (*KERNELS, "side_gradients")} <= common
+
+
+def disassembler():
+    """nvdisasm, of a CUDA toolkit or of the wheel that holds nothing else."""
+    found = shutil.which("nvdisasm")
+    with suppress(metadata.PackageNotFoundError):
+        files = metadata.files("nvidia-cuda-nvdisasm") or ()
+        found = found or next((str(file.locate()) for file in files if file.name == "nvdisasm"), None)
+    return found or pytest.skip("needs nvdisasm: pip install nvidia-cuda-nvdisasm")
+
+
+@pytest.mark.parametrize("arch, dtype", [("sm_75", "float32"), ("sm_90a", "float32"), ("sm_90a", "float64")])
+def test_products_run_on_the_units_that_the_plan_chose(arch, dtype, tmp_path):
+    """Tensor cores would cut float32 to fewer bits; only kernels that split its numbers first may use them."""
+    pytest.importorskip("cupy")
+    tool, file = disassembler(), tmp_path / "kernel.cubin"
+    (program,) = programs(Case(arch, "fa2_forward", dtype, 64, "plain"))
+    file.write_bytes(compiler.compile_log(program.text, program.arch)[0])
+    code = subprocess.run([tool, "-c", file], capture_output=True, text=True, check=True, timeout=120).stdout
+    found = Counter(re.findall(r"\b(FFMA|DFMA|HMMA|DMMA)\b", code))
+    if re.search(r"^#define SPLIT 1$", program.text, re.MULTILINE):
+        assert found.keys() == {"HMMA", "FFMA"} and found["HMMA"] > found["FFMA"]
+    else:
+        assert found.keys() == {"FFMA" if dtype == "float32" else "DFMA"} and found.total() > 100
+
+
+def _structs(header):
+    """The members of each struct of a header: [(type, name, count or None)]."""
+    text = re.sub(r"//.*", "", header)
+    found = {}
+    for name, body in re.findall(r"struct (\w+) \{(.*?)\};", text, re.DOTALL):
+        found[name] = []
+        for statement in filter(None, map(str.strip, body.split(";"))):
+            kind, names = re.fullmatch(r"(?:const )?(long long|\w+)\*? (.+)", statement, re.DOTALL).groups()
+            for member in re.split(r",\s*", names):
+                found[name].append((kind, *re.fullmatch(r"(\w+)(?:\[(\w+)\])?", member).groups()))
+    return found
+
+
+def test_fields_are_those_of_the_header():
+    """call.cuh's own assertion compares their number; this compares names and order."""
+    structs, fields = _structs((compiler.CUDA / "call.cuh").read_text()), []
+    for kind, name, count in structs["Call"]:
+        if kind in structs:
+            fields += [f"{name}.{part}" for _, part, _ in structs[kind]]
+        elif count:
+            fields += [f"{name}.{n}" for n in range(getattr(launch, count))]
+        else:
+            fields.append(name)
+    assert fields == launch.FIELDS
+
+
+def main():
+    parser = argparse.ArgumentParser(description="Make kernel_resources.json anew.")
+    parser.add_argument("--write", action="store_true", required=True)
+    parser.parse_args()
+    write()
+
+
+if __name__ == "__main__":
+    main()
