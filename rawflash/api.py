@@ -309,6 +309,7 @@ def _forward(problem: Problem, x: Operands) -> Any:
     with arrays.on(x):
         result = arrays.result(problem, x)
         kernel(problem, tiles, x, result.canonical("out"), result.canonical("lse"))
+        result.launched()
         out = result.give("out")
         return (out, result.give("lse")) if x.return_lse else out
 
@@ -320,4 +321,5 @@ def _backward(problem: Problem, x: Operands) -> tuple[Any, ...]:
         result = arrays.result(problem, x)
         names = {"q", "k", "v", *x.wrt}
         kernel(problem, tiles, x, {name: result.canonical(name) for name in sorted(names)})
+        result.launched()
         return tuple(result.give(name) for name in x.wrt)

@@ -497,6 +497,22 @@ def _hold(borrowed: tuple[Any, ...]) -> None:
         _held.append((event, borrowed))
 
 
+_captured: list[Any] = []  # what CUDA graphs refer to
+_DEFAULT_STREAMS = (0, 1)  # cannot be captured
+
+
+def capturing() -> bool:
+    """Is CuPy's current stream being captured into a CUDA graph?"""
+    stream = require_cupy().cuda.get_current_stream()
+    return stream.ptr not in _DEFAULT_STREAMS and bool(stream.is_capturing())
+
+
+def keep_for_graph(*memory: Any) -> None:
+    """Memory that a call makes for itself: a CUDA graph uses it again at every replay, so it is never given back."""
+    if capturing():
+        _captured.extend(memory)
+
+
 # ---- results ----------------------------------------------------------------------------------------
 
 
@@ -550,6 +566,9 @@ class Result:
         shape, dtype = allocation(self.problem, x, name)
         array = self._arrays[name] = np.full(shape, -np.inf, dtype) if name == "lse" else np.zeros(shape, dtype)
         return canonical_result(x, name, array)
+
+    def launched(self) -> None:
+        """Nothing is left to do on a CPU."""
 
     def give(self, name: str) -> Any:
         """The finished result, of the kind, shape and dtype that the caller expects."""
@@ -619,6 +638,10 @@ class DeviceResult:
             return Target(array.data_ptr(), view)
         array = self._arrays[name] = require_cupy().ndarray(shape, dtype)
         return Target(array.data.ptr, view)
+
+    def launched(self) -> None:
+        """The kernel is on its way: temporary results and copies must outlive a graph that it is part of."""
+        keep_for_graph(self._arrays, self.operands.keep)
 
     def give(self, name: str) -> Any:
         """The finished result, of the kind, shape and dtype that the caller expects."""

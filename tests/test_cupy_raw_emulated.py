@@ -100,6 +100,54 @@ def test_orders_of_threads(device, dtype, deterministic):
     check(case, case.reference(), deterministic=deterministic)
 
 
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_sequences_without_keys(device, algorithm, deterministic):
+    """dQ is 0 there, and in rows that no sequence owns, whatever the memory held."""
+    case = make(B=1, Hq=2, Tq=20, Tk=0, d=64)
+    check(case, case.reference(), algorithm=algorithm, deterministic=deterministic)
+    for cu_k, total_k in (([0, 0, 9], 9), ([0, 0, 0], 0)):
+        x = make(lead=(), Hq=2, Tq=23, Tk=total_k, d=64)
+        x.cu_seqlens = ([1, 12, 20], cu_k)
+        check(x, x.reference(), algorithm=algorithm, deterministic=deterministic)
+
+
+@pytest.mark.parametrize("name", ["bias", "key", "sink", "far below"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_scores_near_the_largest_float32(device_by_name, name, dtype):
+    """Where log2(e) times a score would overflow; lse says what became of it, out is compared with numpy_tiled."""
+    largest = float(np.finfo(np.float32).max)
+    options = {
+        "bias": dict(bias=np.full((20, 20), -largest, np.float32)),  # a mask that is finite
+        "key": dict(bias=np.where(np.arange(20) == 3, np.float32(0.8 * largest), np.float32(0))),
+        "sink": dict(sinks=np.array([0.8 * largest, -largest], np.float32)),
+        "far below": dict(bias=np.full(20, -0.8 * largest, np.float32)),
+    }[name]
+    case = make(B=1, Hq=2, Tq=20, d=16, dtype=dtype, **options)
+    case.wrt = ("q", "k", "v")
+    want, want_lse = case.forward(backend="numpy_tiled")
+    gradients = case.backward(want, want_lse, backend="numpy_tiled")
+    moved = on_device(case)
+    out, lse = moved.forward()
+    for a, b in zip((out, lse, *moved.backward(out, lse)), (want, want_lse, *gradients), strict=True):
+        a, b = (np.asarray(x).astype(np.float64) for x in (a, b))
+        assert np.isfinite(b).all()
+        np.testing.assert_allclose(a, b, rtol=2e-2 if dtype == "bfloat16" else 1e-5, atol=1e-2 * np.abs(b).max())
+
+
+def test_a_bias_of_minus_infinity_hides_what_overflows(device_by_name):
+    case = make(B=1, Hq=1, Tq=20, d=16, bias=np.where(np.arange(20) == 5, -np.inf, 0).astype(np.float32))
+    case.q[...] = 10 * np.abs(case.q) + 1
+    clean = case.reference()
+    case.k[:, :, 5] = 3e38
+    moved = on_device(case)
+    for algorithm in ALGORITHMS:
+        out, lse = moved.forward(algorithm=algorithm)
+        assert_close("out", np.asarray(out), clean)
+        for name, g in zip(case.wrt, moved.backward(out, lse, algorithm=algorithm), strict=True):
+            assert np.isfinite(np.asarray(g)).all(), name
+
+
 @pytest.fixture(scope="module")
 def device_of_module():
     with pytest.MonkeyPatch.context() as monkeypatch:

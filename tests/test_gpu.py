@@ -296,6 +296,29 @@ def test_graphs_replay_the_same_bits(algorithm, deterministic):
     assert np.array_equal(to_host(results[0]), to_host(again))
 
 
+def test_graphs_own_the_memory_of_their_calls():
+    """What a captured call allocates for itself is not given to anybody else, also when the caller drops it."""
+    import cupy
+
+    gpu = on_gpu(make(B=2, Hq=2, Tq=200, d=64, causal=True))
+    out, lse = gpu.forward()
+    want = to_host(out)
+    stream = cupy.cuda.Stream(non_blocking=True)
+    with stream:
+        rf.attention(gpu.q, gpu.k, gpu.v, causal=True)
+        rf.attention_backward(gpu.dout, gpu.q, gpu.k, gpu.v, out, lse, causal=True, wrt=("q",))
+        stream.synchronize()
+        stream.begin_capture()
+        result = rf.attention(gpu.q, gpu.k, gpu.v, causal=True)
+        rf.attention_backward(gpu.dout, gpu.q, gpu.k, gpu.v, out, lse, causal=True, wrt=("q",))
+        graph = stream.end_capture()
+        others = [cupy.full(n, 3.0, np.float32) for n in (lse.size, out.size) for _ in range(8)]
+        graph.launch()
+    stream.synchronize()
+    assert np.array_equal(to_host(result), want)
+    assert all(bool((other == 3.0).all()) for other in others)
+
+
 # ---- errors
 
 

@@ -21,7 +21,7 @@ def fa2_backward(problem: Problem, tiles: Tiles, x: Operands, grads: dict[str, T
         "delta.data": delta.data.ptr, "sums": 0 if dQ is None else dQ.data.ptr, "blocks": key_blocks,
     })  # fmt: skip
     if problem.varlen:
-        kernels.run_over("clear_gradients", x.k.shape[1] * x.k.shape[2], call)
+        kernels.run_over("clear_gradients", max(rows, x.k.shape[1] * x.k.shape[2]), call)
     kernels.run("fa2_backward_keys", key_blocks * problem.Hkv * problem.B, call, tiles.smem_bytes)
     if problem.deterministic:
         kernels.run("fa2_backward_queries", query_blocks * problem.Hq * problem.B,

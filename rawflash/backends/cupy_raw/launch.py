@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from rawflash import masks, philox
-from rawflash.arrays import Target
+from rawflash.arrays import Target, capturing, keep_for_graph
 from rawflash.backends.cupy_raw import compile
 from rawflash.errors import BackendError
 from rawflash.problem import FARTHEST, Operands, Problem
@@ -32,7 +32,6 @@ VECTOR_BYTES = 16
 SPLIT_DEPTH = 16  # products that a tensor core sums at a time, see mma/split.cuh
 MOST_STRIDING = 4096  # blocks of a grid that strides
 LARGEST_GRID = 2**31 - 1
-DEFAULT_STREAMS = (0, 1)  # cannot be captured
 MASK_WORDS = 96  # operands and addresses of a mask object that a call has room for
 TYPES = {"float16": "FLOAT16", "bfloat16": "BFLOAT16", "float32": "FLOAT32", "float64": "FLOAT64"}
 
@@ -56,7 +55,6 @@ def _fields() -> list[str]:
 FIELDS = _fields()
 _WORD = {name: n for n, name in enumerate(FIELDS)}
 _SEED = _WORD["seed"]
-_captured: list[Any] = []  # what CUDA graphs refer to
 _ADDRESS = {"alibi_slopes": "slopes", "sinks": "sinks"}  # arguments whose address is not in a word "name.data"
 _ELSEWHERE = ("out", "mask")  # arguments whose address comes another way
 _VOID = np.dtype(f"V{8 * len(FIELDS)}")
@@ -275,7 +273,7 @@ class Launcher:
             for name, word in self.moving:
                 words[word] = x.addresses[name]
             if self.kept:
-                self._keep_for_graph(self)
+                keep_for_graph(self)
             words[_SEED] = problem.seed if problem.seed < 2**63 else problem.seed - 2**64  # the same 64 bits
             self._await_uploads()
         else:
@@ -285,29 +283,24 @@ class Launcher:
         return words
 
     def _await_uploads(self) -> None:
-        """What was uploaded on one stream is not on the way any more when another stream's kernel reads it."""
+        """A kernel on another stream than that of the uploads waits for them.
+
+        Not in a capture, which may not wait for what is outside of it: the call before it has been waited for.
+        """
         if self.uploaded is not None:
             import cupy
 
             stream, event = self.uploaded
-            if stream != cupy.cuda.get_current_stream().ptr:
-                event.synchronize()
-                self.uploaded = None
-
-    def _keep_for_graph(self, *memory: Any) -> None:
-        """Memory that a CUDA graph is being made to use: every replay uses it again, so it is never given back."""
-        import cupy
-
-        stream = cupy.cuda.get_current_stream()
-        if stream.ptr not in DEFAULT_STREAMS and stream.is_capturing():
-            _captured.extend(memory)
+            here = cupy.cuda.get_current_stream()
+            if stream != here.ptr and not capturing():
+                here.wait_event(event)
 
     def workspace(self, count: int, zero: bool = False) -> Any:
         """``count`` numbers of the compute dtype from CuPy's pool, in the order of its current stream."""
         import cupy
 
         made = cupy.ndarray((max(count, 1),), self.problem.compute_dtype)
-        self._keep_for_graph(made)
+        keep_for_graph(made)
         if zero:
             made.data.memset_async(0, made.nbytes)
         return made

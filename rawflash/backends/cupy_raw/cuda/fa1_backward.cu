@@ -127,6 +127,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) fa1_backward(const
         store_keys<DV>(call, call.dv, s, h_kv, j0, dV, real(1));
     }
 
+    __syncthreads();  // all dQ are written, also where there are no keys
+
     // dQ = scale * its sum, in the dtype of q; padding is 0
     typedef RowColumns<D> Row;
     for (long long h = h_kv * group; h < h_end; h++)
@@ -138,6 +140,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) fa1_backward(const
                 const int x = Row::column(c);
                 dQ[c] = x < D ? sum[x] : real(0);
             }
-            store_row<Row, D>(row_of(call.dq, s.slot, h, s.q_start + i), dQ, i < s.q_length ? real(call.scale) : real(0));
+            store_row<Row, D>(row_of(call.dq, s.slot, h, s.q_start + i), dQ, real(call.scale), i >= s.q_length);
         }
 }

@@ -126,15 +126,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) fa1_forward(const 
     typedef RowColumns<DV> Row;
     const long long rows_end = PACKED ? s.q_length : call.Tq;
     for (long long i = thread_y(); i < rows_end; i += SIDE) {
-        real factor = real(0), lse = -INFINITE, O[Row::C];
+        real factor = real(0), lse = -INFINITE, l = i < s.q_length ? l_rows[i] : real(0), O[Row::C];
 #pragma unroll
         for (int c = 0; c < Row::C; c++) {
             const int x = Row::column(c);
             O[c] = i < s.q_length && x < DV ? O_rows[i * DV + x] : real(0);
         }
         if (i < s.q_length)
-            factor = l_rows[i] * finish_row(call, at, m_rows[i], l_rows[i], lse);
-        store_row<Row, DV>(row_of(call.o, s.slot, at.h, s.q_start + i), O, factor);
+            factor = l_rows[i] * finish_row(call, at, m_rows[i], l, lse);
+        store_row<Row, DV>(row_of(call.o, s.slot, at.h, s.q_start + i), O, factor, l == real(0));
         if (thread_x() == 0)
             *row_of(call.lse, s.slot, at.h, s.q_start + i) = lse;
     }

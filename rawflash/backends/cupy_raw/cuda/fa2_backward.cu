@@ -207,7 +207,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) fa2_backward_queri
     for (int r = 0; r < R; r++) {
         const long long i = i0 + ScoreTile::row(r);
         if (i < rows_end)
-            store_row<QueryTile<D>, D>(row_of(call.dq, s.slot, at.h, s.q_start + i), dQ[r], i < s.q_length ? real(call.scale) : real(0));
+            store_row<QueryTile<D>, D>(row_of(call.dq, s.slot, at.h, s.q_start + i), dQ[r], real(call.scale), i >= s.q_length);
     }
 }
 
@@ -227,7 +227,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) fa2_backward_finish(const 
             dQ[c] = x < D ? sum[x] : real(0);
         }
         const long long t = row % call.rows_q, head = row / call.rows_q;
-        store_row<Row, D>(row_of(call.dq, head / call.Hq, head % call.Hq, t), dQ, real(call.scale));
+        store_row<Row, D>(row_of(call.dq, head / call.Hq, head % call.Hq, t), dQ, real(call.scale), false);
     }
 }
 #endif

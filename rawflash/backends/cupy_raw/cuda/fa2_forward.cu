@@ -91,12 +91,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) fa2_forward(const 
 #pragma unroll
     for (int r = 0; r < R; r++) {
         const long long i = i0 + ScoreTile::row(r);
-        const real total = sum_of_lanes<ROW_LANES>(l[r]);
+        real total = sum_of_lanes<ROW_LANES>(l[r]);
         real factor = real(0), lse = -INFINITE;
         if (i < s.q_length)
             factor = finish_row(call, at, m[r], total, lse);
+        const bool empty = i >= s.q_length || total == real(0);
         if (i < rows_end) {
-            store_row<QueryTile<DV>, DV>(row_of(call.o, s.slot, at.h, s.q_start + i), O[r], factor);
+            store_row<QueryTile<DV>, DV>(row_of(call.o, s.slot, at.h, s.q_start + i), O[r], factor, empty);
             if (row_lane() == 0)
                 *row_of(call.lse, s.slot, at.h, s.q_start + i) = lse;
         }

@@ -1,9 +1,9 @@
 // One tile of the backward pass, in registers: P again from S and lse, and dS.
 
-// lse of a row in base units, and delta = rowsum(dO * O) - dlse.
-__device__ __forceinline__ real base_lse(const Call& call, const Head& at, long long i)
+// lse of a row, and delta = rowsum(dO * O) - dlse.
+__device__ __forceinline__ real row_lse(const Call& call, const Head& at, long long i)
 {
-    return *row_of(call.lse, at.s.slot, at.h, at.s.q_start + i) * BASE;
+    return *row_of(call.lse, at.s.slot, at.h, at.s.q_start + i);
 }
 
 __device__ __forceinline__ real row_delta(const Call& call, const Head& at, long long i)
@@ -18,7 +18,7 @@ __device__ __forceinline__ void load_lse(const Call& call, const Head& at, long 
 #pragma unroll
     for (int r = 0; r < R; r++) {
         const long long i = i0 + ScoreTile::row(r);
-        lse[r] = i < at.s.q_length ? base_lse(call, at, i) : real(0);
+        lse[r] = i < at.s.q_length ? row_lse(call, at, i) : real(0);
     }
 }
 
@@ -83,7 +83,7 @@ __device__ __forceinline__ void put_score_gradients(
                 if constexpr (DROPOUT)
                     keep = kept(call, at.s.b, at.h, i, j) ? real(call.keep_scale) : real(0);
                 score_gradient<SLOPED>(
-                    call, at, x, slope, tile_dS[n], base_lse(call, at, i), row_delta(call, at, i), keep, P, dS);
+                    call, at, x, slope, tile_dS[n], row_lse(call, at, i), row_delta(call, at, i), keep, P, dS);
             }
         }
         tile_P[n] = P;
@@ -119,6 +119,6 @@ __device__ __forceinline__ void store_keys(
         const int y = KeyTile<COLUMNS>::row(r);
         const long long j = j0 + y;
         if (y < BC && j < keys_end)
-            store_row<KeyTile<COLUMNS>, COLUMNS>(row_of(matrix, s.slot, h_kv, s.k_start + j), sum[r], j < s.kv_length ? factor : real(0));
+            store_row<KeyTile<COLUMNS>, COLUMNS>(row_of(matrix, s.slot, h_kv, s.k_start + j), sum[r], factor, j >= s.kv_length);
     }
 }

@@ -48,15 +48,11 @@ template <int type> __device__ __forceinline__ typename Storage<type>::stored na
     }
 }
 
-// Softmax in base 2 for float32, where one instruction does exp2; in base e for float64, where a multiplication by
-// log2(e) would cost the last bits of large scores. "Base units" below are those of x in exponential(x).
-__device__ __forceinline__ float exponential(float x) { return exp2_approximately(x); }
-__device__ __forceinline__ double exponential(double x) { return exp(x); }
+constexpr float LOG2E = 1.4426950408889634f;  // 1 / ln 2
 
-constexpr real LOG2E = real(1.4426950408889634074);  // 1 / ln 2
-constexpr real LN2 = real(0.69314718055994530942);
-constexpr real BASE = TYPE == FLOAT64 ? real(1) : LOG2E;     // a score in natural units, times BASE, is in base units
-constexpr real NATURAL = TYPE == FLOAT64 ? real(1) : LN2;    // and back
+// e^x. Scores stay in natural units up to here: a large one times log2(e) could overflow.
+__device__ __forceinline__ float exponential(float x) { return exp2_approximately(x * LOG2E); }
+__device__ __forceinline__ double exponential(double x) { return exp(x); }
 
 __device__ __forceinline__ real logarithm(float x) { return logf(x); }
 __device__ __forceinline__ real logarithm(double x) { return log(x); }

@@ -16,7 +16,7 @@ __device__ __forceinline__ Head head(const Call& call, const Sequence& s, long l
     at.s = s;
     at.h = h;
     at.h_kv = h / (call.Hq / call.Hkv);
-    at.scale = PLAIN ? real(call.scale * (TYPE == FLOAT64 ? 1.0 : 1.4426950408889634074)) : real(call.scale);
+    at.scale = real(call.scale);
     at.slope = 0;
     if constexpr (ALIBI)
         at.slope = widen<SLOPE_TYPE>(((const Storage<SLOPE_TYPE>::stored*)call.slopes)[s.b * call.slopes_b + h * call.slopes_h]);
@@ -104,7 +104,7 @@ __device__ __forceinline__ bool visible(const Call& call, const Head& at, long l
     return seen;
 }
 
-// The score of a visible pair in base units. `slope` is set to d(score)/d(s), which softcap makes differ from 1.
+// The score of a visible pair. `slope` is set to d(score)/d(s), which softcap makes differ from 1.
 __device__ __forceinline__ real score(const Call& call, const Head& at, real product, long long i, long long j, real& slope)
 {
     slope = real(1);
@@ -116,14 +116,18 @@ __device__ __forceinline__ real score(const Call& call, const Head& at, real pro
         s = real(call.softcap) * t;
         slope = real(1) - t * t;
     }
-    if constexpr (BIAS)
-        s += widen<BIAS_TYPE>(((const Storage<BIAS_TYPE>::stored*)call.bias.data)[
+    if constexpr (BIAS) {
+        const real bias = widen<BIAS_TYPE>(((const Storage<BIAS_TYPE>::stored*)call.bias.data)[
             at.s.b * call.bias.b + at.h * call.bias.h + i * call.bias.i + j * call.bias.j]);
+        if (bias == -INFINITE)  // hides the key, whatever its score is
+            return -INFINITE;
+        s += bias;
+    }
     if constexpr (ALIBI) {
         const long long distance = i + at.s.offset - j;
         s -= at.slope * real(distance < 0 ? -distance : distance);
     }
-    return s * BASE;
+    return s;
 }
 
 // ---- a tile of scores, between the registers and on-chip memory ----------------------------------------------------------
@@ -176,7 +180,7 @@ __device__ __forceinline__ Span keys_of_row(const Call& call, const Head& at, lo
 // Scores without options stay in registers. Others are finished in on-chip memory, in a loop.
 constexpr bool IN_REGISTERS = PLAIN && !HAS_MASK;
 
-// S = Q K^T as products in the thread's registers: S -> scores in base units, hidden ones -inf. `tile` is a place to work in.
+// S = Q K^T as products in the thread's registers: S -> scores, hidden ones -inf. `tile` is a place to work in.
 template <int R, int C>
 __device__ __forceinline__ void finish_scores(
     const Call& call, const Head& at, real (&S)[R][C], real* tile, long long i0, long long j0, int kind)

@@ -46,8 +46,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) sink_gradient(const __grid
     for (long long b = 0; b < call.B && sink != -INFINITE; b++) {
         const Sequence s = sequence(call, b);
         for (long long i = threadIdx.x; i < s.q_length; i += THREADS) {
-            const real above = sink - *row_of(call.lse, s.slot, h, s.q_start + i);  // exact where both are large
-            const real P = exponential(above > real(0) ? real(0) : above * BASE);
+            const real above = sink - *row_of(call.lse, s.slot, h, s.q_start + i);
+            const real P = exponential(above > real(0) ? real(0) : above);
             sum -= (double)P * (double)*row_of(call.delta, s.slot, h, s.q_start + i);
         }
     }

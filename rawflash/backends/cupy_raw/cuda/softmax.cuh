@@ -1,6 +1,6 @@
 // The online softmax of one tile (Dao 2024, algorithm 1, lines 9 and 10), in registers.
 
-// m, l, alpha: of the rows that the thread owns. m is in base units and the same in all threads of a row; l is the thread's own part
+// m, l, alpha: of the rows that the thread owns. m is the same in all threads of a row; l is the thread's own part
 // of the sum. On return S holds P = exp(S - m), m and l are updated, and alpha = exp(m_before - m).
 template <int R, int C>
 __device__ __forceinline__ void softmax_step(real (&S)[R][C], real (&m)[R], real (&l)[R], real (&alpha)[R])
@@ -33,19 +33,19 @@ __device__ __forceinline__ void drop(const Call& call, const Head& at, real* P, 
     });
 }
 
-// The sink joins the denominator. m and l are the row's; returned are the factor that is still to be multiplied to O, which is the sum of
-// exp(S - m) V, and lse in natural units. A row that saw nothing has factor 0 and lse -inf.
-__device__ __forceinline__ real finish_row(const Call& call, const Head& at, real m, real l, real& lse)
+// The sink joins the denominator. m and l are the row's; l is made complete. Returned are the factor that is still to be multiplied to O,
+// which is the sum of exp(S - m) V, and lse. A row that saw nothing has l = 0 and lse -inf.
+__device__ __forceinline__ real finish_row(const Call& call, const Head& at, real m, real& l, real& lse)
 {
-    real highest = m * NATURAL, before = real(1);
+    real before = real(1);
     if constexpr (SINKS) {
         const real sink = widen<SINK_TYPE>(((const Storage<SINK_TYPE>::stored*)call.sinks)[at.h * call.sinks_h]);
-        const real top = larger(m, sink * BASE);
-        const real shift = top == -INFINITE ? real(0) : top;
+        const real highest = larger(m, sink);
+        const real shift = highest == -INFINITE ? real(0) : highest;
         before = exponential(m - shift);
-        l = l * before + exponential(sink * BASE - shift);
-        highest = sink * BASE >= m ? sink : highest;  // as it was given: not rounded to base units and back
+        l = l * before + exponential(sink - shift);
+        m = highest;
     }
-    lse = l == real(0) ? -INFINITE : highest + logarithm(l);
-    return l == real(0) ? real(0) : before / l;
+    lse = l == real(0) ? -INFINITE : m + logarithm(l);
+    return before / l;
 }

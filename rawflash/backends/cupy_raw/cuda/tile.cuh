@@ -101,8 +101,10 @@ __device__ __forceinline__ void clear_tiles(real* memory)
     __syncthreads();
 }
 
-// to[x] = factor * values for the columns of Layout that a thread owns in a row of COLUMNS numbers. Factor 0 makes 0 of anything.
-template <class Layout, int COLUMNS> __device__ __forceinline__ void store_row(elem* to, const real (&values)[Layout::C], real factor)
+// to[x] = factor * values for the columns of Layout that a thread owns in a row of COLUMNS numbers; 0 for a row that is
+// empty, whatever its values are.
+template <class Layout, int COLUMNS>
+__device__ __forceinline__ void store_row(elem* to, const real (&values)[Layout::C], real factor, bool empty)
 {
     constexpr int WIDTH = Layout::WIDTH;
     struct alignas(ALIGNED ? WIDTH * sizeof(elem) : sizeof(elem)) Chunk { elem x[WIDTH]; };
@@ -112,7 +114,7 @@ template <class Layout, int COLUMNS> __device__ __forceinline__ void store_row(e
         Chunk chunk;
 #pragma unroll
         for (int e = 0; e < WIDTH; e++)
-            chunk.x[e] = narrow<TYPE>(factor == real(0) ? real(0) : values[c + e] * factor);
+            chunk.x[e] = narrow<TYPE>(empty ? real(0) : values[c + e] * factor);
         if (ALIGNED && COLUMNS % WIDTH == 0) {
             if (x < COLUMNS)
                 *reinterpret_cast<Chunk*>(to + x) = chunk;

@@ -6,7 +6,8 @@
 // 16 products are summed by the tensor core, smallest parts first, and then added to the accumulator by an ordinary addition: tensor
 // cores cut sums off where float32 additions round (Ootomo and Yokota, "Recovering single precision accuracy from Tensor Cores", 2022, do
 // that for TF32; parts in bfloat16: Henry, Tang and Heinecke, 2019).
-// An infinity becomes NaN: its second part is infinity - infinity.
+// An infinity becomes NaN: its second part is infinity - infinity. Below 2^-110 the last parts underflow, which shows where the other factor is
+// above 2^100.
 //
 // A block has eight warps. In the result (ROWS, COLUMNS) of a product, they stand in a grid of WARPS_Y x WARPS_X; each owns MT x NT pieces of
 // 16 x 8 numbers, of which lane (g, t) = (lane / 4, lane % 4) holds rows g and g + 8, columns 2 t and 2 t + 1.
