@@ -15,9 +15,11 @@ So a tolerance is never a decimal that somebody chose: it follows from the array
 
 Details that the formula leaves open, decided here:
 
+- A kernel adds the products of a score in an order of its own. ``E`` is the largest error over :data:`ORDERS` orders:
+  where products cancel, one order alone may happen to be lucky, and softmax multiplies what it hides.
 - Where P and dS are rounded to 16 bits, kernels differ in what they round: P, P times its denominator, P relative to
   the maximum so far, with or without the scale. All are multiples of one another, and rounding is one for every
-  multiple between two powers of two. ``E`` is the largest error over the :data:`MULTIPLES`: one evaluation alone
+  multiple between two powers of two. Each order takes another multiple, :data:`MULTIPLES`: one evaluation alone
   may happen to round the right way in a small call, as all gradients of a row share the rounding of its O.
 - Below the smallest normal number a dtype has no relative accuracy, so that number (float16: its
   smallest subnormal, since no hardware flushes those) is added to every bound.
@@ -44,8 +46,10 @@ __all__ = ["Reference", "allowed_error", "error_ratio", "errors", "reference", "
 UNIT_ROUNDOFF = {"float16": 2.0**-11, "bfloat16": 2.0**-8, "float32": 2.0**-24, "float64": 2.0**-53}
 #: Numbers up to this size may come out as 0.
 UNDERFLOW = {"float16": 2.0**-24, "bfloat16": 2.0**-126, "float32": 2.0**-126, "float64": 2.0**-1022}
-#: The baseline of a 16-bit call rounds each of these multiples of P and dS, see above.
-MULTIPLES = tuple(2.0 ** (i / 8) for i in range(8))
+#: The baseline is evaluated in so many orders of summation, see above.
+ORDERS = 8
+#: In a 16-bit call it then rounds these multiples of P and dS, one for each order.
+MULTIPLES = tuple(2.0 ** (i / ORDERS) for i in range(ORDERS))
 #: float64 kernels are within this of the oracle, times A.
 FLOAT64_BOUND = 1e-12
 
@@ -126,7 +130,7 @@ def reference(
     call = oracle.Call(q, k, v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, **options)
     dO = None if dout is None else call.four_axes(np.asarray(dout))
     dL = call.zeros("lse") if dlse is None else call.lse_axes(dlse)
-    multiples = {"float64": (), "float32": (1.0,)}.get(dtype, MULTIPLES)  # only 16 bits round P at all
+    multiples = {"float64": (), "float32": (1.0,) * ORDERS}.get(dtype, MULTIPLES)  # only 16 bits round P at all
     exact, size, *baselines = (
         {name: call.zeros(name.removeprefix("d")) - (np.inf if name == "lse" else 0.0) for name in names}
         for _ in range(2 + len(multiples))
@@ -151,8 +155,8 @@ def reference(
         results = [(exact, {"out": f.O, "lse": f.lse}), (size, _absolute_head(x, f, head_dO, head_dL))]
         if head_dO is not None:
             results.append((exact, _named(oracle.backward_head(x, f, head_dO, head_dL))))
-        for baseline, multiple in zip(baselines, multiples, strict=True):
-            results.append((baseline, _baseline_head(x, head_dO, head_dL, dtype, multiple)))
+        for order, (baseline, multiple) in enumerate(zip(baselines, multiples, strict=True)):
+            results.append((baseline, _baseline_head(x, head_dO, head_dL, dtype, order, multiple)))
         for collected, head in results:
             for name in names:
                 if name in head:
@@ -274,9 +278,11 @@ def unit_roundoff(dtype: npt.DTypeLike) -> float:
 
 
 def _baseline_head(
-    x: SimpleNamespace, dO: np.ndarray | None, dlse: np.ndarray, dtype: str, multiple: float
+    x: SimpleNamespace, dO: np.ndarray | None, dlse: np.ndarray, dtype: str, order: int, multiple: float
 ) -> dict[str, np.ndarray]:
     """One head as a kernel would round it: float32 throughout; O and ``multiple`` times P and dS to ``dtype``.
+
+    ``order`` of :data:`ORDERS`: where the sums over the head dimensions begin.
 
     The backward pass starts, as a kernel does, from the rounded O and the float32 lse. Results are not
     yet rounded: heads that share a key head are added first.
@@ -288,11 +294,14 @@ def _baseline_head(
     def in_product(array: np.ndarray) -> np.ndarray:
         return rounded(array * f32(multiple)) / f32(multiple)
 
+    def turned(array: np.ndarray) -> np.ndarray:
+        return np.roll(array, array.shape[1] * order // ORDERS, axis=1)
+
     f32 = np.float32
     Q, K, V, bias, distance = (a.astype(f32) for a in (x.Q, x.K, x.V, x.bias, x.distance))
     scale, slope, sink, keep_scale = (f32(a) for a in (x.scale, x.slope, x.sink, 1 / (1 - x.dropout)))
     with np.errstate(all="ignore"):
-        S = scale * (Q @ K.T)
+        S = scale * (turned(Q) @ turned(K).T)
         tanh = np.zeros_like(S)
         if x.softcap is not None:
             tanh = np.tanh(S / f32(x.softcap))
@@ -312,7 +321,7 @@ def _baseline_head(
             P = np.where(x.visible, np.exp(S - lse[:, None]), f32(0))
             P_sink = np.where(total == 0, f32(0), np.exp(sink - lse))
             gamma = (dO * O).sum(axis=1)
-            dP = np.where(x.keep, (dO @ V.T) * Z, f32(0))
+            dP = np.where(x.keep, (turned(dO) @ turned(V).T) * Z, f32(0))
             dS = np.where(x.visible, P * (dP - gamma[:, None] + dlse[:, None]), f32(0))
             dQK = in_product(np.where(x.visible, dS * (1 - tanh**2), f32(0)))
             results |= {
