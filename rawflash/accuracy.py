@@ -282,7 +282,7 @@ def _baseline_head(
 ) -> dict[str, np.ndarray]:
     """One head as a kernel would round it: float32 throughout; O and ``multiple`` times P and dS to ``dtype``.
 
-    ``order`` of :data:`ORDERS`: where the sums over the head dimensions begin.
+    ``order`` of :data:`ORDERS`: into how many sums those over the head dimensions are parted.
 
     The backward pass starts, as a kernel does, from the rounded O and the float32 lse. Results are not
     yet rounded: heads that share a key head are added first.
@@ -294,14 +294,19 @@ def _baseline_head(
     def in_product(array: np.ndarray) -> np.ndarray:
         return rounded(array * f32(multiple)) / f32(multiple)
 
-    def turned(array: np.ndarray) -> np.ndarray:
-        return np.roll(array, array.shape[1] * order // ORDERS, axis=1)
+    def product(A: np.ndarray, B: np.ndarray) -> np.ndarray:
+        """``A B^T``, summed over every n-th product, then over those sums."""
+        n = order + 1
+        total = np.zeros((len(A), len(B)), f32)
+        for first in range(n):
+            total += A[:, first::n] @ B[:, first::n].T
+        return total
 
     f32 = np.float32
     Q, K, V, bias, distance = (a.astype(f32) for a in (x.Q, x.K, x.V, x.bias, x.distance))
     scale, slope, sink, keep_scale = (f32(a) for a in (x.scale, x.slope, x.sink, 1 / (1 - x.dropout)))
     with np.errstate(all="ignore"):
-        S = scale * (turned(Q) @ turned(K).T)
+        S = scale * product(Q, K)
         tanh = np.zeros_like(S)
         if x.softcap is not None:
             tanh = np.tanh(S / f32(x.softcap))
@@ -321,7 +326,7 @@ def _baseline_head(
             P = np.where(x.visible, np.exp(S - lse[:, None]), f32(0))
             P_sink = np.where(total == 0, f32(0), np.exp(sink - lse))
             gamma = (dO * O).sum(axis=1)
-            dP = np.where(x.keep, (turned(dO) @ turned(V).T) * Z, f32(0))
+            dP = np.where(x.keep, product(dO, V) * Z, f32(0))
             dS = np.where(x.visible, P * (dP - gamma[:, None] + dlse[:, None]), f32(0))
             dQK = in_product(np.where(x.visible, dS * (1 - tanh**2), f32(0)))
             results |= {
