@@ -63,7 +63,6 @@ struct Fiber {
 };
 static Fiber fibers[MOST_THREADS];
 static ucontext_t scheduler;
-static char* stacks;
 static unsigned threads, current, at_barrier, in_warp[MOST_THREADS / LANES], voices;
 static bool diverged;
 static void (*body)(void*);
@@ -214,11 +213,18 @@ static void thread_main()
     swapcontext(&fibers[current].context, &scheduler);
 }
 
+// Mapped for one launch: every kernel is a library of its own, and a process that kept the stacks of them all
+// could not be forked where their sum passes the machine's memory.
+struct Stacks {
+    static constexpr size_t BYTES = STACK * MOST_THREADS;
+    char* const first = (char*)mmap(nullptr, BYTES, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    ~Stacks() { munmap(first, BYTES); }
+};
+
 // 0: all threads of all blocks came to their end. 1: threads wait for threads that will not come. 2: memory behind the tiles was written.
 static int run_blocks(unsigned blocks, unsigned count, size_t shared, bool backwards)
 {
-    if (!stacks)
-        stacks = (char*)mmap(nullptr, STACK * MOST_THREADS, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    const Stacks stacks;
     threads = count;
     gridDim = {blocks, 1, 1}, blockDim = {count, 1, 1};
     for (unsigned block = 0; block < blocks; block++) {
@@ -231,7 +237,7 @@ static int run_blocks(unsigned blocks, unsigned count, size_t shared, bool backw
             fibers[n].state = READY;
             fibers[n].begun.clear(), fibers[n].groups.clear();
             getcontext(&fibers[n].context);
-            fibers[n].context.uc_stack.ss_sp = stacks + n * STACK, fibers[n].context.uc_stack.ss_size = STACK;
+            fibers[n].context.uc_stack.ss_sp = stacks.first + n * STACK, fibers[n].context.uc_stack.ss_size = STACK;
             makecontext(&fibers[n].context, thread_main, 0);
         }
         for (unsigned ended = 0; ended < count;) {

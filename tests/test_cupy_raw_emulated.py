@@ -3,7 +3,9 @@
 What it cannot see: speed, ptxas, the order in which real threads run (two orders are tried), 16-byte alignment faults.
 """
 
+import re
 from dataclasses import replace
+from pathlib import Path
 
 import emulator
 import numpy as np
@@ -86,6 +88,20 @@ def test_awkward_calls(name, algorithm, device_by_name):
     dtype = "float32" if n % 2 == 0 else names[n // 2 % len(names)]
     case, reference = awkward(name, dtype)
     check(case, reference, algorithm=algorithm, small_on_device=n % 3 == 0, deterministic=n % 4 == 0)
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="memory is read from Linux's files")
+def test_stacks_go_back(device):
+    """A process that kept them could not be forked on a machine of less memory than their sum."""
+
+    def size():
+        return int(re.search(r"VmSize:\s+(\d+) kB", Path("/proc/self/status").read_text())[1])
+
+    before = size()
+    for d in (16, 24, 32):  # each its own library
+        case = on_device(make(B=1, Hq=1, Tq=20, d=d))
+        case.backward(*case.forward())
+    assert size() - before < 100_000
 
 
 @pytest.fixture
