@@ -13,6 +13,7 @@ KIB = 1024
 VECTOR_ROWS = 16  # tiles of numba_cpu come in multiples of this
 VECTOR_MOST_ROWS = 512  # and are no taller: a longer tile gains nothing and starves the other threads
 SIMT_MOST_ROWS = 96  # of a tile of cupy_raw: taller ones run out of registers
+TENSOR = "tensor"  # family of a chip, see Chip
 MMA_ROWS = 16  # rows of one tensor-core product (m16n8k16)
 
 
@@ -30,8 +31,8 @@ class Chip:
         Rows of a tile come in multiples of this.
     family : str
         The kernels written for it: "loops" and "vector" compute on tiles converted to the compute
-        dtype (CPU); "simt" too (any GPU), with accumulators in registers; "split" is "simt" with the products
-        of float32 on tensor cores; "mma" and "sm90" keep inputs in the call's dtype and accumulate wider.
+        dtype (CPU); "simt" too (any GPU), with accumulators in registers; "tensor" is "simt" with the products
+        of float32 and float64 on tensor cores; "mma" and "sm90" keep inputs in the call's dtype and accumulate wider.
     most_rows : int or None
         No tile is taller; None: no bound.
     hard : bool
@@ -117,7 +118,7 @@ def kernels_on(backend: str, row: Chip) -> Chip:
     """A GPU of the table with the family of kernels that a backend has for it."""
     if backend != "cupy_raw":
         return row
-    return replace(row, family="simt" if row.family == "simt" else "split", most_rows=SIMT_MOST_ROWS)
+    return replace(row, family="simt" if row.family == "simt" else TENSOR, most_rows=SIMT_MOST_ROWS)
 
 
 @cache

@@ -29,15 +29,18 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from rawflash.errors import TileError
-from rawflash.hardware import Chip
+from rawflash.hardware import TENSOR, Chip
 from rawflash.problem import Problem
 
 ON_CHIP = "on-chip"
 REGISTERS = "registers"
-SIMT, SPLIT = "simt", "split"
-SPLIT_ROWS = 128  # of a forward block of the "split" family: 16 for each of eight warps, so that a row is one warp's
-SPLIT_MOST = 64  # keys of a forward block, rows and keys of a backward one: what accumulators leave of the registers
-SPLIT_LEAST = 32  # rows and keys of its backward blocks: fewer would leave warps without a piece
+SIMT, SPLIT, DOUBLE = "simt", "split", "double"
+PIECES = (SPLIT, DOUBLE)  # families whose products are tensor-core pieces of 16 x 8 numbers (mma/pieces.cuh)
+PIECE = 8  # columns of one
+PIECES_ROWS = 128  # of a forward block: 16 for each of eight warps, so that a row is one warp's
+PIECES_MOST = 64  # keys of a forward block, rows and keys of a backward one: what accumulators leave of the registers
+PIECES_LEAST = 32  # rows and keys of a backward block: fewer would leave warps without a piece
+PIECES_BANKS = 32  # bytes by which neighbouring rows of a tile are apart, beyond a multiple of 32 numbers
 SIMT_SIDE = 16  # "simt" kernels have 16 x 16 threads a block
 SIMT_VECTOR_BYTES = 16  # of one load from shared memory
 STANDARD_BLOCKS = 3  # the two factors and the result of one matrix product
@@ -160,14 +163,24 @@ def pitch(n: int, itemsize: int) -> int:
     return (vectors | 1) * vector
 
 
-def split_pitch(n: int) -> int:
-    """Numbers between two rows of a "split" tile of ``n`` columns: pieces of 32, and 8 modulo 32 (mma/split.cuh)."""
-    return _padded(n, 32) + 8
+def pieces_pitch(n: int, itemsize: int) -> int:
+    """Numbers between two rows of a tile of ``n`` columns whose products are tensor-core pieces (mma/pieces.cuh)."""
+    return _padded(n, 32) + PIECES_BANKS // itemsize
+
+
+def pitches(problem: Problem, tiles_family: str, bc: int) -> tuple[int, int, int]:
+    """Numbers between two rows of on-chip tiles of a "simt" or pieces family: those of Q and K, V, and the scores."""
+    item = np.dtype(problem.compute_dtype).itemsize
+    if tiles_family in PIECES:
+        return pieces_pitch(problem.d, item), pieces_pitch(problem.dv, item), bc + 4
+    return pitch(problem.d, item), pitch(problem.dv, item), pitch(bc, item)
 
 
 def family_of(problem: Problem, chip: Chip) -> str:
     """The family of kernels for a problem on a chip."""
-    return SIMT if chip.family == SPLIT and problem.dtype != "float32" else chip.family
+    if chip.family != TENSOR:
+        return chip.family
+    return {"float32": SPLIT, "float64": DOUBLE}.get(problem.dtype, SIMT)
 
 
 def _padded(n: int, granule: int) -> int:
@@ -177,7 +190,7 @@ def _padded(n: int, granule: int) -> int:
 def item_sizes(problem: Problem, chip: Chip) -> tuple[int, int]:
     """Bytes of an input element on chip, and of an accumulator's element."""
     accumulator = np.dtype(problem.compute_dtype).itemsize
-    if chip.family in ("loops", "vector", SIMT, SPLIT):
+    if chip.family in ("loops", "vector", SIMT, TENSOR):
         return accumulator, accumulator  # tiles are converted when they are loaded
     return {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}[problem.dtype], accumulator
 
@@ -269,8 +282,8 @@ def _flash(problem: Problem, chip: Chip, direction: str, order: str | None, bloc
         order = IJ if (problem.algorithm, direction) == ("fa2", "forward") else JI
     granule, D = chip.granule, max(problem.d, problem.dv)
     item, _ = item_sizes(problem, chip)
-    if family_of(problem, chip) == SPLIT:
-        return _split(problem, chip, direction, order)
+    if family_of(problem, chip) in PIECES:
+        return _pieces(problem, chip, direction, order)
 
     def tiles_of(outer: int, inner: int, limit: int) -> Tiles:
         br, bc = (outer, inner) if order == IJ else (inner, outer)
@@ -294,27 +307,29 @@ def _flash(problem: Problem, chip: Chip, direction: str, order: str | None, bloc
     return tiles_of(outer, inner, limit)
 
 
-def _split(problem: Problem, chip: Chip, direction: str, order: str) -> Tiles:
-    """Blocks of the "split" family: powers of two, as its pieces share out evenly; else those of "simt"."""
-    limit, D = _available(problem, chip), max(problem.d, problem.dv)
+def _pieces(problem: Problem, chip: Chip, direction: str, order: str) -> Tiles:
+    """Blocks whose products are tensor-core pieces, as these share out evenly; where none fit, those of "simt"."""
+    limit, D, family = _available(problem, chip), max(problem.d, problem.dv), family_of(problem, chip)
+    item, _ = item_sizes(problem, chip)
 
     def tiles_of(br: int, bc: int) -> Tiles:
         resident = _flash_resident(problem, chip, direction, order, br, bc)
-        return Tiles(br, bc, resident, chip.name, limit, order, family=SPLIT)
+        return Tiles(br, bc, resident, chip.name, limit, order, family=family)
 
-    item = 4
     factors = 4 if direction == "forward" else 6
     rows = limit // (factors * item * D)
     if direction == "forward":
-        br, bc, least = SPLIT_ROWS, _power(min(rows, SPLIT_MOST, max(D, SPLIT_LEAST))), chip.granule
+        br, bc, least = PIECES_ROWS, _power(min(rows, PIECES_MOST, max(D, PIECES_LEAST))), chip.granule
     else:
-        least = SPLIT_LEAST
-        bc = max(_power(min(rows, SPLIT_MOST)), least)
-        br = max(_power(min(rows, SPLIT_MOST, D)), least)
+        least = PIECES_LEAST
+        bc = max(_power(min(rows, PIECES_MOST)), least)
+        br = max(_power(min(rows, PIECES_MOST, D)), least)
     while tiles_of(br, bc).smem_bytes > limit and bc > least:
-        bc //= 2
         if direction == "backward":
+            bc //= 2
             br = min(br, bc)
+        else:
+            bc -= PIECE if family == DOUBLE else bc // 2
     tiles = tiles_of(br, bc)
     if tiles.smem_bytes > limit:
         return _flash(problem, replace(chip, family=SIMT), direction, order, None)
@@ -332,12 +347,11 @@ def _flash_resident(
     """The four or eight resident blocks, by name."""
     d, dv = problem.d, problem.dv
     item, accumulator = item_sizes(problem, chip)
-    if chip.family in (SIMT, SPLIT):
-        split = family_of(problem, chip) == SPLIT
-        to_d, to_dv = (split_pitch(n) if split else pitch(n, item) for n in (problem.d, problem.dv))
-        if split and (direction, order) == ("forward", IJ):
-            return _parts_on_chip(problem, br, bc, to_d, to_dv)
-        return _factors_on_chip(problem, direction, br, bc, item, to_d, to_dv)
+    if chip.family in (SIMT, TENSOR):
+        family = family_of(problem, chip)
+        if family == SPLIT and (direction, order) == ("forward", IJ):
+            return _parts_on_chip(problem, br, bc, *pitches(problem, family, bc))
+        return _factors_on_chip(problem, direction, br, bc, item, *pitches(problem, family, bc))
     if direction == "forward" and order == IJ:
         return (
             Tile("Q", br, d, item),
@@ -367,10 +381,10 @@ def _flash_resident(
 
 
 def _factors_on_chip(
-    problem: Problem, direction: str, br: int, bc: int, item: int, to_d: int, to_dv: int
+    problem: Problem, direction: str, br: int, bc: int, item: int, to_d: int, to_dv: int, to_bc: int
 ) -> tuple[Tile, ...]:
     """Accumulators in registers, factors of the products in shared memory, their rows a pitch apart."""
-    d, dv, to_bc = problem.d, problem.dv, pitch(bc, item)
+    d, dv = problem.d, problem.dv
     factors = (Tile("Q", br, to_d, item), Tile("K", bc, to_d, item), Tile("V", bc, to_dv, item))
     if direction == "forward":
         return (*factors, Tile("S", br, to_bc, item), Tile("O", br, dv, item, REGISTERS))
@@ -385,10 +399,10 @@ def _factors_on_chip(
     )
 
 
-def _parts_on_chip(problem: Problem, br: int, bc: int, to_d: int, to_dv: int) -> tuple[Tile, ...]:
-    """K and V as bfloat16 parts, in pairs; P overwrites K's (``ForwardTiles`` in mma/split.cuh)."""
+def _parts_on_chip(problem: Problem, br: int, bc: int, to_d: int, to_dv: int, to_bc: int) -> tuple[Tile, ...]:
+    """K and V as bfloat16 parts, in pairs; P overwrites K's (``ForwardTiles`` in mma/split_tiles.cuh)."""
     pair = 3 * 2 * 2  # bytes of the three parts of two numbers
-    K, P = Tile("K or P", bc, to_d // 2, pair), Tile("K or P", br, pitch(bc, 4), 4)
+    K, P = Tile("K or P", bc, to_d // 2, pair), Tile("K or P", br, to_bc, 4)
     return (
         Tile("Q", br, to_d, 4),
         K if K.bytes >= P.bytes else P,

@@ -201,6 +201,30 @@ inline void multiply_bfloat16(float (&c)[4], const unsigned (&a)[4], const unsig
     });
 }
 
+inline void multiply_float64(double& c0, double& c1, double& c2, double& c3, const double (&a)[4], const double (&b)[2])
+{
+    double c[4] = {c0, c1, c2, c3};
+    Fiber& me = fibers[current];
+    me.operand[0] = c, me.operand[1] = (void*)a, me.operand[2] = (void*)b;
+    by_warp([](Fiber* lanes) {
+        double A[16][8], B[8][8];
+        for (unsigned n = 0; n < LANES; n++) {
+            const double *x = (double*)lanes[n].operand[1], *y = (double*)lanes[n].operand[2];
+            for (unsigned e = 0; e < 4; e++)
+                A[n / 4 + 8 * (e % 2)][n % 4 + 4 * (e / 2)] = x[e];
+            for (unsigned e = 0; e < 2; e++)
+                B[n % 4 + 4 * e][n / 4] = y[e];
+        }
+        for (unsigned n = 0; n < LANES; n++) {
+            double* c = (double*)lanes[n].operand[0];
+            for (unsigned e = 0; e < 4; e++)
+                for (unsigned k = 0; k < 8; k++)
+                    c[e] = fma(A[n / 4 + 8 * (e / 2)][k], B[k][2 * (n % 4) + e % 2], c[e]);
+        }
+    });
+    c0 = c[0], c1 = c[1], c2 = c[2], c3 = c[3];
+}
+
 // ---- a launch -------------------------------------------------------------------------------------------------------------
 
 static void thread_main()

@@ -19,7 +19,7 @@ from rawflash.arrays import Target, capturing, keep_for_graph
 from rawflash.backends.cupy_raw import compile
 from rawflash.errors import BackendError
 from rawflash.problem import FARTHEST, Operands, Problem
-from rawflash.tiling import SPLIT, Tiles, pitch, split_pitch
+from rawflash.tiling import DOUBLE, PIECES, SPLIT, Tiles, pitches
 
 try:
     from numpy.lib.array_utils import byte_bounds
@@ -29,7 +29,7 @@ except ImportError:  # NumPy 1
 THREADS = 256
 SIDE = 16  # threads of a row, in kernels that take rows one by one
 VECTOR_BYTES = 16
-SPLIT_DEPTH = 16  # products that a tensor core sums at a time, see mma/split.cuh
+DEPTHS = {SPLIT: 16, DOUBLE: 8}  # products that a tensor core sums at a time (DEPTH in mma/)
 MOST_STRIDING = 4096  # blocks of a grid that strides
 LARGEST_GRID = 2**31 - 1
 MASK_WORDS = 96  # operands and addresses of a mask object that a call has room for
@@ -82,13 +82,13 @@ def preamble(problem: Problem, tiles: Tiles, *, aligned: bool, side_dtypes: dict
         The backward pass was given dlse.
     """
     item = np.dtype(problem.compute_dtype).itemsize
-    split = tiles.family == SPLIT
-    depth = SPLIT_DEPTH if split else VECTOR_BYTES // item
-    to_d, to_dv = (split_pitch(n) if split else pitch(n, item) for n in (problem.d, problem.dv))
+    depth = DEPTHS.get(tiles.family, VECTOR_BYTES // item)
+    to_d, to_dv, to_bc = pitches(problem, tiles.family, tiles.bc)
     band = problem.band.lower is not None or problem.band.upper is not None
     bias = problem.bias
     switches = {
-        "SPLIT": int(split),
+        "PIECES": int(tiles.family in PIECES),
+        "SPLIT": int(tiles.family == SPLIT),
         "TYPE": TYPES[problem.dtype],
         "BIAS_TYPE": TYPES[side_dtypes.get("bias", "float32")],
         "SLOPE_TYPE": TYPES[side_dtypes.get("alibi_slopes", "float64")],
@@ -115,7 +115,7 @@ def preamble(problem: Problem, tiles: Tiles, *, aligned: bool, side_dtypes: dict
         "DEPTH_V": blocks_of(problem.dv, depth) * depth,
         "PITCH_D": to_d,
         "PITCH_V": to_dv,
-        "PITCH_S": pitch(tiles.bc, item),
+        "PITCH_S": to_bc,
         "TILE_BYTES": tiles.smem_bytes,
         "CALL_WORDS": len(FIELDS),
         "MASK_WORDS": MASK_WORDS,

@@ -2,10 +2,32 @@
 //
 // ScoreTile, QueryTile<N>, KeyTile<N>: which numbers of a result a thread owns: R x C of them, at row(r), column(c); vectors of WIDTH;
 // ROW_LANES, row_lane(): the neighbouring threads that share the rows of a ScoreTile, whole rows if ROW_IN_WARP;
-// product_nt, product_nn, product_tn; ForwardTiles: the forward pass's tiles and its two products.
+// product_nt, product_nn, product_tn.
 
-#if SPLIT
-#include "mma/split.cuh"
+#if PIECES
+#include "mma/pieces.cuh"
 #else
 #include "simt.cuh"
+#endif
+
+#if SPLIT
+#include "mma/split_tiles.cuh"
+#else
+
+// The tiles of the forward pass with K/V inside: the products read K_j and V_j where they land.
+struct ForwardTiles {
+    real *Q, *K, *V, *P;
+
+    __device__ __forceinline__ ForwardTiles(real* memory)
+        : Q(memory), K(Q + BR * PITCH_D), V(K + BC * PITCH_D), P(V + BC * PITCH_V)
+    {
+    }
+
+    __device__ __forceinline__ void keys_landed() {}
+    __device__ __forceinline__ void values_landed() {}
+    __device__ __forceinline__ void before_P() {}
+    template <int R, int C> __device__ __forceinline__ void add_scores(real (&S)[R][C]) { product_nt<DEPTH_D>(S, Q, PITCH_D, K, PITCH_D); }
+    template <int R, int C> __device__ __forceinline__ void add_output(real (&O)[R][C]) { product_nn<BC, DV>(O, P, PITCH_S, V, PITCH_V); }
+};
+
 #endif

@@ -81,5 +81,33 @@ __device__ __forceinline__ void multiply_bfloat16(float (&c)[4], const unsigned 
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
 
+#if __CUDA_ARCH__ < 900
+
+// c += a b for 8 x 8 sums of 4 products. Lane (g, t) holds row g of a and column g of b at depth t; of c row g, columns 2 t and 2 t + 1.
+__device__ __forceinline__ void multiply_float64_by_four(double& c0, double& c1, double a, double b)
+{
+    asm("mma.sync.aligned.m8n8k4.row.col.f64.f64.f64.f64 {%0, %1}, {%2}, {%3}, {%0, %1};" : "+d"(c0), "+d"(c1) : "d"(a), "d"(b));
+}
+
+#endif
+
+// c += a b for 16 x 8 sums of 8 products of float64, by a whole warp. Lane (g, t) holds a: rows g, g + 8 at depth t, then at depth t + 4;
+// b: column g at depths t and t + 4; c: row g, columns 2 t and 2 t + 1, then row g + 8.
+__device__ __forceinline__ void multiply_float64(
+    double& c0, double& c1, double& c2, double& c3, const double (&a)[4], const double (&b)[2])
+{
+#if __CUDA_ARCH__ >= 900
+    asm("mma.sync.aligned.m16n8k8.row.col.f64.f64.f64.f64 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+        : "+d"(c0), "+d"(c1), "+d"(c2), "+d"(c3)
+        : "d"(a[0]), "d"(a[1]), "d"(a[2]), "d"(a[3]), "d"(b[0]), "d"(b[1]));
+#else
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        multiply_float64_by_four(c0, c1, a[2 * half], b[half]);
+        multiply_float64_by_four(c2, c3, a[2 * half + 1], b[half]);
+    }
+#endif
+}
+
 #endif
 #endif

@@ -113,19 +113,3 @@ __device__ __forceinline__ void product_tn(real (&sum)[R][C], const real* A, int
                 sum[r][c] = multiply_add(a[r / HEIGHT].x[r % HEIGHT], b[c / WIDTH].x[c % WIDTH], sum[r][c]);
     }
 }
-
-// The tiles of the forward pass with K/V inside: the products read K_j and V_j where they land.
-struct ForwardTiles {
-    real *Q, *K, *V, *P;
-
-    __device__ __forceinline__ ForwardTiles(real* memory)
-        : Q(memory), K(Q + BR * PITCH_D), V(K + BC * PITCH_D), P(V + BC * PITCH_V)
-    {
-    }
-
-    __device__ __forceinline__ void keys_landed() {}
-    __device__ __forceinline__ void values_landed() {}
-    __device__ __forceinline__ void before_P() {}
-    template <int R, int C> __device__ __forceinline__ void add_scores(real (&S)[R][C]) { product_nt<DEPTH_D>(S, Q, PITCH_D, K, PITCH_D); }
-    template <int R, int C> __device__ __forceinline__ void add_output(real (&O)[R][C]) { product_nn<BC, DV>(O, P, PITCH_S, V, PITCH_V); }
-};
