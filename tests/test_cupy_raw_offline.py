@@ -12,7 +12,8 @@ What is compiled (:func:`cases`); all of every option, dtype and architecture wo
 * on sm_90a: every dtype with every option at once, and deterministic; packed sequences; other head dimensions;
 * on sm_75 and sm_80: other dtypes, and every option at once.
 
-The static assertions of the float32 and float64 kernels are compiled for every kind of head dimension, without the kernels.
+The static assertions of the float32 and float64 kernels are compiled for every kind of head dimension, without
+the kernels.
 
 ``python tests/test_cupy_raw_offline.py --write`` makes the table anew. A kernel that spills in a common call stands
 in `SPILLS`, with the bytes that it may spill at most.

@@ -47,17 +47,12 @@ __device__ __forceinline__ void compute_delta(const Call& call, const Head& at, 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) fa1_backward(const __grid_constant__ Call call)
 {
     extern __shared__ __align__(VECTOR_BYTES) unsigned char on_chip[];
-    real* const Q = (real*)on_chip;
-    real* const K = Q + BR * PITCH_D;
-    real* const V = K + BC * PITCH_D;
-    real* const dO = V + BC * PITCH_V;
-    real* const P = dO + BR * PITCH_V;
-    real* const dS = P + BR * PITCH_S;
+    BackwardTiles tiles((real*)on_chip);
 
     const Sequence s = sequence(call, blockIdx.x / call.Hkv);
     const long long h_kv = blockIdx.x % call.Hkv, group = call.Hq / call.Hkv, h_end = (h_kv + 1) * group;
     const long long keys_end = PACKED ? s.kv_length : call.Tk, rows_end = PACKED ? s.q_length : call.Tq;
-    clear_tiles(Q);
+    clear_tiles(tiles.Q);
 
     // dQ = 0
     for (long long h = h_kv * group; h < h_end; h++)
@@ -71,8 +66,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) fa1_backward(const
         fill(dV, real(0));
         __syncthreads();  // no thread reads the tiles of the block before; all dQ are written
         if (j0 < s.kv_length) {
-            load_tile<BC, D, PITCH_D>(K, row_of(call.k, s.slot, h_kv, s.k_start + j0), call.k.row, s.kv_length - j0);
-            load_tile<BC, DV, PITCH_V>(V, row_of(call.v, s.slot, h_kv, s.k_start + j0), call.v.row, s.kv_length - j0);
+            load_tile<BC, D, PITCH_D>(tiles.K, row_of(call.k, s.slot, h_kv, s.k_start + j0), call.k.row, s.kv_length - j0);
+            load_tile<BC, DV, PITCH_V>(tiles.V, row_of(call.v, s.slot, h_kv, s.k_start + j0), call.v.row, s.kv_length - j0);
             commit_copies();
         }
         long long i_low, i_high;
@@ -82,32 +77,29 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) fa1_backward(const
             const Head at = head(call, s, step.h);
             const long long i0 = step.i0, i = s.q_start + i0, count = s.q_length - i0;
             // Load Q_i, dO_i, lse_i
-            load_tile<BR, D, PITCH_D>(Q, row_of(call.q, s.slot, at.h, i), call.q.row, count);
-            load_tile<BR, DV, PITCH_V>(dO, row_of(call.dout, s.slot, at.h, i), call.dout.row, count);
+            load_tile<BR, D, PITCH_D>(tiles.Q, row_of(call.q, s.slot, at.h, i), call.q.row, count);
+            load_tile<BR, DV, PITCH_V>(tiles.dO, row_of(call.dout, s.slot, at.h, i), call.dout.row, count);
             commit_copies();
             real lse[R], delta[R];
             load_lse(call, at, i0, lse);
             await_copies<0>();
             __syncthreads();  // the tiles are there
-            compute_delta(call, at, dO, i0, delta);
+            compute_delta(call, at, tiles.dO, i0, delta);
 
             // S = Q K^T, dP = dO V^T; P = exp(S - lse), dS = P (dP - delta)
             real S[R][C], dP[R][C];
-            fill(S, real(0));
-            fill(dP, real(0));
-            product_nt<DEPTH_D>(S, Q, PITCH_D, K, PITCH_D);
-            product_nt<DEPTH_V>(dP, dO, PITCH_V, V, PITCH_V);
-            put_score_gradients<true>(call, at, S, dP, lse, delta, P, dS, i0, j0, step.kind);
+            tiles.products(S, dP);
+            put_score_gradients<true>(call, at, S, dP, lse, delta, tiles.P, tiles.dS, i0, j0, step.kind);
             __syncthreads();  // P and dS are there
 
             // dV += P^T dO, dK += dS^T Q
-            product_tn<BR, BC, DV>(dV, P, PITCH_S, dO, PITCH_V);
-            product_tn<BR, BC, D>(dK, dS, PITCH_S, Q, PITCH_D);
+            product_tn<BR, BC, DV>(dV, tiles.P, PITCH_S, tiles.dO, PITCH_V);
+            product_tn<BR, BC, D>(dK, tiles.dS, PITCH_S, tiles.Q, PITCH_D);
 
             // dQ_i += dS K, in device memory
             real dQ[R][CD];
             fill(dQ, real(0));
-            product_nn<BC, D>(dQ, dS, PITCH_S, K, PITCH_D);
+            product_nn<BC, D>(dQ, tiles.dS, PITCH_S, tiles.K, PITCH_D);
 #pragma unroll
             for (int r = 0; r < R; r++) {
                 const int y = ScoreTile::row(r);

@@ -52,12 +52,7 @@ __device__ __forceinline__ void add_row(real* to, const real (&values)[CD])
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) fa2_backward_keys(const __grid_constant__ Call call)
 {
     extern __shared__ __align__(VECTOR_BYTES) unsigned char on_chip[];
-    real* const Q = (real*)on_chip;
-    real* const K = Q + BR * PITCH_D;
-    real* const V = K + BC * PITCH_D;
-    real* const dO = V + BC * PITCH_V;
-    real* const P = dO + BR * PITCH_V;
-    real* const dS = P + BR * PITCH_S;
+    BackwardTiles tiles((real*)on_chip);
 
     const long long block = blockIdx.x % call.blocks, bh = blockIdx.x / call.blocks;
     const Sequence s = sequence(call, bh / call.Hkv);
@@ -75,14 +70,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) fa2_backward_keys(
 
     // Load K_j, V_j and the first Q_i, dO_i
     if (step.kind != EMPTY) {
-        clear_tiles(Q);
+        clear_tiles(tiles.Q);
         const elem* const keys = row_of(call.k, s.slot, h_kv, s.k_start + j0);
         const elem* const values = row_of(call.v, s.slot, h_kv, s.k_start + j0);
-        load_tile<BC, D, PITCH_D>(K, keys, call.k.row, s.kv_length - j0);
-        load_tile<BC, DV, PITCH_V>(V, values, call.v.row, s.kv_length - j0);
+        load_tile<BC, D, PITCH_D>(tiles.K, keys, call.k.row, s.kv_length - j0);
+        load_tile<BC, DV, PITCH_V>(tiles.V, values, call.v.row, s.kv_length - j0);
         const long long i = s.q_start + step.i0, count = s.q_length - step.i0;
-        load_tile<BR, D, PITCH_D>(Q, row_of(call.q, s.slot, step.h, i), call.q.row, count);
-        load_tile<BR, DV, PITCH_V>(dO, row_of(call.dout, s.slot, step.h, i), call.dout.row, count);
+        load_tile<BR, D, PITCH_D>(tiles.Q, row_of(call.q, s.slot, step.h, i), call.q.row, count);
+        load_tile<BR, DV, PITCH_V>(tiles.dO, row_of(call.dout, s.slot, step.h, i), call.dout.row, count);
         commit_copies();
     }
     while (step.kind != EMPTY) {
@@ -98,32 +93,29 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) fa2_backward_keys(
 
         // S = Q K^T, dP = dO V^T; P = exp(S - lse), dS = P (dP - delta)
         real S[R][C], dP[R][C];
-        fill(S, real(0));
-        fill(dP, real(0));
-        product_nt<DEPTH_D>(S, Q, PITCH_D, K, PITCH_D);
-        product_nt<DEPTH_V>(dP, dO, PITCH_V, V, PITCH_V);
-        put_score_gradients<true>(call, at, S, dP, lse, delta, P, dS, i0, j0, step.kind);
+        tiles.products(S, dP);
+        put_score_gradients<true>(call, at, S, dP, lse, delta, tiles.P, tiles.dS, i0, j0, step.kind);
         __syncthreads();  // P and dS are there
 
         // dV += P^T dO
-        product_tn<BR, BC, DV>(dV, P, PITCH_S, dO, PITCH_V);
+        product_tn<BR, BC, DV>(dV, tiles.P, PITCH_S, tiles.dO, PITCH_V);
         __syncthreads();  // no thread reads dO_i any more
         if (next.kind != EMPTY)
-            load_tile<BR, DV, PITCH_V>(dO, row_of(call.dout, s.slot, next.h, next_i), call.dout.row, next_count);
+            load_tile<BR, DV, PITCH_V>(tiles.dO, row_of(call.dout, s.slot, next.h, next_i), call.dout.row, next_count);
         commit_copies();
 
         // dK += dS^T Q
-        product_tn<BR, BC, D>(dK, dS, PITCH_S, Q, PITCH_D);
+        product_tn<BR, BC, D>(dK, tiles.dS, PITCH_S, tiles.Q, PITCH_D);
         __syncthreads();  // no thread reads Q_i any more
         if (next.kind != EMPTY)
-            load_tile<BR, D, PITCH_D>(Q, row_of(call.q, s.slot, next.h, next_i), call.q.row, next_count);
+            load_tile<BR, D, PITCH_D>(tiles.Q, row_of(call.q, s.slot, next.h, next_i), call.q.row, next_count);
         commit_copies();
 
         // dQ_i += dS K
         if constexpr (!DETERMINISTIC) {
             real dQ[R][CD];
             fill(dQ, real(0));
-            product_nn<BC, D>(dQ, dS, PITCH_S, K, PITCH_D);
+            product_nn<BC, D>(dQ, tiles.dS, PITCH_S, tiles.K, PITCH_D);
 #pragma unroll
             for (int r = 0; r < R; r++) {
                 const long long i = i0 + ScoreTile::row(r);
@@ -143,12 +135,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) fa2_backward_keys(
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) fa2_backward_queries(const __grid_constant__ Call call)
 {
     extern __shared__ __align__(VECTOR_BYTES) unsigned char on_chip[];
-    real* const Q = (real*)on_chip;
-    real* const K = Q + BR * PITCH_D;
-    real* const V = K + BC * PITCH_D;
-    real* const dO = V + BC * PITCH_V;
-    real* const P = dO + BR * PITCH_V;
-    real* const dS = P + BR * PITCH_S;
+    BackwardTiles tiles((real*)on_chip);
 
     const long long block = call.blocks - 1 - blockIdx.x % call.blocks, bh = blockIdx.x / call.blocks;
     const Sequence s = sequence(call, bh / call.Hq);
@@ -170,11 +157,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) fa2_backward_queri
 
     // Load Q_i, dO_i and the first K_j, V_j
     if (tile.kind != EMPTY) {
-        clear_tiles(Q);
-        load_tile<BR, D, PITCH_D>(Q, row_of(call.q, s.slot, at.h, s.q_start + i0), call.q.row, s.q_length - i0);
-        load_tile<BR, DV, PITCH_V>(dO, row_of(call.dout, s.slot, at.h, s.q_start + i0), call.dout.row, s.q_length - i0);
-        load_tile<BC, D, PITCH_D>(K, keys + tile.start * call.k.row, call.k.row, s.kv_length - tile.start);
-        load_tile<BC, DV, PITCH_V>(V, values + tile.start * call.v.row, call.v.row, s.kv_length - tile.start);
+        clear_tiles(tiles.Q);
+        load_tile<BR, D, PITCH_D>(tiles.Q, row_of(call.q, s.slot, at.h, s.q_start + i0), call.q.row, s.q_length - i0);
+        load_tile<BR, DV, PITCH_V>(tiles.dO, row_of(call.dout, s.slot, at.h, s.q_start + i0), call.dout.row, s.q_length - i0);
+        load_tile<BC, D, PITCH_D>(tiles.K, keys + tile.start * call.k.row, call.k.row, s.kv_length - tile.start);
+        load_tile<BC, DV, PITCH_V>(tiles.V, values + tile.start * call.v.row, call.v.row, s.kv_length - tile.start);
         commit_copies();
     }
     while (tile.kind != EMPTY) {
@@ -184,20 +171,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) fa2_backward_queri
 
         // S = Q K^T, dP = dO V^T; dS = P (dP - delta)
         real S[R][C], dP[R][C];
-        fill(S, real(0));
-        fill(dP, real(0));
-        product_nt<DEPTH_V>(dP, dO, PITCH_V, V, PITCH_V);
-        product_nt<DEPTH_D>(S, Q, PITCH_D, K, PITCH_D);
-        put_score_gradients<true>(call, at, S, dP, lse, delta, P, dS, i0, tile.start, tile.kind);
+        tiles.products(S, dP);
+        put_score_gradients<true>(call, at, S, dP, lse, delta, tiles.P, tiles.dS, i0, tile.start, tile.kind);
         __syncthreads();  // dS is there, and no thread reads V_j any more
         if (next.kind != EMPTY)
-            load_tile<BC, DV, PITCH_V>(V, values + next.start * call.v.row, call.v.row, s.kv_length - next.start);
+            load_tile<BC, DV, PITCH_V>(tiles.V, values + next.start * call.v.row, call.v.row, s.kv_length - next.start);
 
         // dQ += dS K
-        product_nn<BC, D>(dQ, dS, PITCH_S, K, PITCH_D);
+        product_nn<BC, D>(dQ, tiles.dS, PITCH_S, tiles.K, PITCH_D);
         __syncthreads();  // no thread reads K_j any more
         if (next.kind != EMPTY)
-            load_tile<BC, D, PITCH_D>(K, keys + next.start * call.k.row, call.k.row, s.kv_length - next.start);
+            load_tile<BC, D, PITCH_D>(tiles.K, keys + next.start * call.k.row, call.k.row, s.kv_length - next.start);
         commit_copies();
         tile = next;
     }

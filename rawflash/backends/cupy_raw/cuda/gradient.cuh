@@ -1,4 +1,23 @@
-// One tile of the backward pass, in registers: P again from S and lse, and dS.
+// One tile of the backward pass: where its factors lie, P again from S and lse, and dS.
+
+// The tiles of all backward kernels, in on-chip memory.
+struct BackwardTiles {
+    real *Q, *K, *V, *dO, *P, *dS;
+
+    __device__ __forceinline__ BackwardTiles(real* memory)
+        : Q(memory), K(Q + BR * PITCH_D), V(K + BC * PITCH_D), dO(V + BC * PITCH_V), P(dO + BR * PITCH_V), dS(P + BR * PITCH_S)
+    {
+    }
+
+    // S = Q K^T, dP = dO V^T
+    template <int R, int C> __device__ __forceinline__ void products(real (&S)[R][C], real (&dP)[R][C])
+    {
+        fill(S, real(0));
+        fill(dP, real(0));
+        product_nt<DEPTH_D>(S, Q, PITCH_D, K, PITCH_D);
+        product_nt<DEPTH_V>(dP, dO, PITCH_V, V, PITCH_V);
+    }
+};
 
 // lse of a row, and delta = rowsum(dO * O) - dlse.
 __device__ __forceinline__ real row_lse(const Call& call, const Head& at, long long i)

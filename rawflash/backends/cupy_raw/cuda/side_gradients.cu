@@ -66,12 +66,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) sink_gradient(const __grid
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) bias_gradient(const __grid_constant__ Call call)
 {
     extern __shared__ __align__(VECTOR_BYTES) unsigned char on_chip[];
-    real* const Q = (real*)on_chip;
-    real* const K = Q + BR * PITCH_D;
-    real* const V = K + BC * PITCH_D;
-    real* const dO = V + BC * PITCH_V;
-    real* const P = dO + BR * PITCH_V;
-    real* const dS = P + BR * PITCH_S;
+    BackwardTiles tiles((real*)on_chip);
     constexpr int R = ScoreTile::R, C = ScoreTile::C;
 
     // Which tile of bias, and which b, h, rows and keys have a share in it
@@ -85,7 +80,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) bias_gradient(cons
 
     real sum[R][C];
     fill(sum, real(0));
-    clear_tiles(Q);
+    clear_tiles(tiles.Q);
     for (long long b = b_low; b < b_high; b++) {
         const Sequence s = sequence(call, b);
         for (long long h = h_low; h < h_high; h++) {
@@ -94,25 +89,22 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) bias_gradient(cons
                 real lse[R], delta[R];
                 load_lse(call, at, i0, lse);
                 load_delta(call, at, i0, delta);
-                load_tile<BR, D, PITCH_D>(Q, row_of(call.q, s.slot, h, s.q_start + i0), call.q.row, s.q_length - i0);
-                load_tile<BR, DV, PITCH_V>(dO, row_of(call.dout, s.slot, h, s.q_start + i0), call.dout.row, s.q_length - i0);
+                load_tile<BR, D, PITCH_D>(tiles.Q, row_of(call.q, s.slot, h, s.q_start + i0), call.q.row, s.q_length - i0);
+                load_tile<BR, DV, PITCH_V>(tiles.dO, row_of(call.dout, s.slot, h, s.q_start + i0), call.dout.row, s.q_length - i0);
                 commit_copies();
                 const long long j_end = least(j_high, s.kv_length);
                 for (Block tile = next_keys(call, at, i0, j_low, j_end); tile.kind != EMPTY;
                      tile = next_keys(call, at, i0, tile.start + BC, j_end)) {
                     const long long j0 = tile.start;
-                    load_tile<BC, D, PITCH_D>(K, row_of(call.k, s.slot, at.h_kv, s.k_start + j0), call.k.row, s.kv_length - j0);
-                    load_tile<BC, DV, PITCH_V>(V, row_of(call.v, s.slot, at.h_kv, s.k_start + j0), call.v.row, s.kv_length - j0);
+                    load_tile<BC, D, PITCH_D>(tiles.K, row_of(call.k, s.slot, at.h_kv, s.k_start + j0), call.k.row, s.kv_length - j0);
+                    load_tile<BC, DV, PITCH_V>(tiles.V, row_of(call.v, s.slot, at.h_kv, s.k_start + j0), call.v.row, s.kv_length - j0);
                     commit_copies();
                     await_copies<0>();
                     __syncthreads();  // the tiles are there
                     real S[R][C], dP[R][C];
-                    fill(S, real(0));
-                    fill(dP, real(0));
-                    product_nt<DEPTH_D>(S, Q, PITCH_D, K, PITCH_D);
-                    product_nt<DEPTH_V>(dP, dO, PITCH_V, V, PITCH_V);
-                    put_score_gradients<false>(call, at, S, dP, lse, delta, P, dS, i0, j0, tile.kind);
-                    get_tile(dS, dP);
+                    tiles.products(S, dP);
+                    put_score_gradients<false>(call, at, S, dP, lse, delta, tiles.P, tiles.dS, i0, j0, tile.kind);
+                    get_tile(tiles.dS, dP);
 #pragma unroll
                     for (int r = 0; r < R; r++)
 #pragma unroll
@@ -128,25 +120,25 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) bias_gradient(cons
 
     // Sum over the broadcast axes of the tile: each thread takes a row or a column of it, in on-chip memory
     real* const target = call.dbias + (bias_b * call.bias_h + bias_h) * call.bias_i * call.bias_j;
-    put_tile(dS, sum);
+    put_tile(tiles.dS, sum);
     __syncthreads();  // the whole tile is there
     if constexpr (BIAS_OVER_KEYS) {
         for (int y = threadIdx.x; y < BR; y += THREADS)
             for (int x = 1; x < BC; x++)
-                dS[y * PITCH_S] += dS[y * PITCH_S + x];
+                tiles.dS[y * PITCH_S] += tiles.dS[y * PITCH_S + x];
         __syncthreads();  // the first column holds the sums of the rows
     }
     constexpr int WIDTH = BIAS_OVER_KEYS ? 1 : BC, HEIGHT = BIAS_OVER_ROWS ? 1 : BR;
     if constexpr (BIAS_OVER_ROWS) {
         for (int x = threadIdx.x; x < WIDTH; x += THREADS)
             for (int y = 1; y < BR; y++)
-                dS[x] += dS[y * PITCH_S + x];
+                tiles.dS[x] += tiles.dS[y * PITCH_S + x];
         __syncthreads();  // the first row holds the sums of the columns
     }
     for (int n = threadIdx.x; n < HEIGHT * WIDTH; n += THREADS) {
         const int y = n / WIDTH, x = n % WIDTH;
         if ((BIAS_OVER_ROWS || i_low + y < i_high) && (BIAS_OVER_KEYS || j_low + x < j_high))
-            target[(BIAS_OVER_ROWS ? 0 : i_low + y) * call.bias_j + (BIAS_OVER_KEYS ? 0 : j_low + x)] = dS[y * PITCH_S + x];
+            target[(BIAS_OVER_ROWS ? 0 : i_low + y) * call.bias_j + (BIAS_OVER_KEYS ? 0 : j_low + x)] = tiles.dS[y * PITCH_S + x];
     }
 }
 #endif
