@@ -5,6 +5,8 @@ What it cannot see: speed, ptxas, the order in which real threads run (two order
 
 import re
 from dataclasses import replace
+from functools import reduce
+from operator import or_
 from pathlib import Path
 
 import emulator
@@ -15,6 +17,8 @@ from strategies import DTYPES, problems, varlen_problems
 from test_forward import AWKWARD, awkward, make
 from tolerances import assert_close
 
+import rawflash as rf
+from rawflash import masks as M
 from rawflash.backends.cupy_raw import compile
 
 ALGORITHMS = ("fa1", "fa2")
@@ -126,6 +130,14 @@ def test_sequences_without_keys(device, algorithm, deterministic):
         x = make(lead=(), Hq=2, Tq=23, Tk=total_k, d=64)
         x.cu_seqlens = ([1, 12, 20], cu_k)
         check(x, x.reference(), algorithm=algorithm, deterministic=deterministic)
+
+
+def test_a_mask_of_too_many_parts_is_refused_before_anything_is_compiled(device, monkeypatch):
+    case = on_device(make(B=1, Hq=1, Tq=20, d=16))
+    case.options["mask"] = reduce(or_, (M.SlidingWindow(n, n) for n in range(60)))
+    monkeypatch.setattr(compile, "load", lambda *a, **more: pytest.fail("a kernel was compiled"))
+    with pytest.raises(rf.BackendError, match=r"mask .* has \d+ numbers and arrays.* has room for 96"):
+        case.forward()
 
 
 @pytest.mark.parametrize("name", ["bias", "key", "sink", "far below"])

@@ -151,6 +151,12 @@ class Launcher:
             (statistics if name == "lse" else matrices)[name] = target.view
         side = {"bias": x.bias, "alibi_slopes": x.alibi_slopes, "sinks": x.sinks}
         dtypes = {name: array.dtype.name for name, array in side.items() if array is not None}
+        words = [] if x.visibility.mask is None else x.visibility.mask.words()
+        if len(words) > MASK_WORDS:
+            raise BackendError(
+                f"mask {problem.mask} has {len(words)} numbers and arrays; backend 'cupy_raw' has room for "
+                f"{MASK_WORDS}: combine its parts into one boolean array"
+            )
         text = preamble(
             problem, tiles, aligned=_aligned(matrices.values()), side_dtypes=dtypes, mask=x.visibility.mask,
             dlse=x.dlse is not None,
@@ -164,6 +170,7 @@ class Launcher:
         arguments = [name for name in x.addresses if name not in _ELSEWHERE]
         self.moving = [(name, _WORD[_ADDRESS.get(name, f"{name}.data")]) for name in arguments]
         self._describe(problem, x, matrices, statistics)
+        self._mask(x, words)
 
     def _put(self, **values: int) -> None:
         for name, value in values.items():
@@ -202,8 +209,6 @@ class Launcher:
             if "alibi_slopes" not in x.addresses:
                 self._put(slopes=self._upload(slopes))
         self._tables(problem, x)
-        if x.visibility.mask is not None:
-            self._mask(x)
 
     def _tables(self, problem: Problem, x: Operands) -> None:
         """Lengths, offsets and starts: on the device already, uploaded, or not needed."""
@@ -235,14 +240,8 @@ class Launcher:
         self.template[_WORD[f"{name}.data"]] = self._upload(values)
         self.template[_WORD[f"{name}.bytes"]] = values.itemsize
 
-    def _mask(self, x: Operands) -> None:
+    def _mask(self, x: Operands, words: list[int | np.ndarray]) -> None:
         """The words of the mask; its arrays are on the device already (a boolean array) or uploaded."""
-        words = x.visibility.mask.words()  # type: ignore[union-attr]
-        if len(words) > MASK_WORDS:
-            raise BackendError(
-                f"mask {self.problem.mask} has {len(words)} numbers and arrays; backend 'cupy_raw' has room for "
-                f"{MASK_WORDS}: combine its parts into one boolean array"
-            )
         for n, word in enumerate(words):
             if isinstance(word, np.ndarray) and "mask" in x.addresses:
                 self.moving.append(("mask", _WORD[f"mask.{n}"]))
