@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import threading
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache, lru_cache
 from types import MappingProxyType
@@ -459,7 +459,7 @@ def _switched(call: Source | Operands) -> Iterator[None]:
                     ours.wait_event(_cupy_stream(address).record())
             yield
             if call.borrowed:
-                _hold(call.borrowed)
+                hold(call.borrowed)
 
 
 class _Stream(NamedTuple):
@@ -479,15 +479,15 @@ def _cupy_stream(address: int) -> Any:
     return cuda.Stream.null if address in (0, 1) else cuda.Stream.from_external(_Stream(address))
 
 
-_held: deque[tuple[Any, tuple[Any, ...]]] = deque()
+_held: deque[tuple[Any, Sequence[Any]]] = deque()
 _held_lock = threading.Lock()
 
 
-def _hold(borrowed: tuple[Any, ...]) -> None:
+def hold(borrowed: Sequence[Any]) -> None:
     """Keep arrays until the current stream is past this point.
 
-    Their libraries could otherwise give the memory away while a kernel still reads it: no stream
-    that those libraries know waits for the kernel.
+    Their memory could otherwise be given away while a kernel still reads it: by their libraries, or by CuPy's
+    pool on the stream that they were made on. None of those waits for this stream.
     """
     event = require_cupy().cuda.Event(disable_timing=True)
     event.record()

@@ -19,7 +19,7 @@ from tolerances import assert_close
 
 import rawflash as rf
 from rawflash import masks as M
-from rawflash.backends.cupy_raw import compile
+from rawflash.backends.cupy_raw import compile, launch
 
 ALGORITHMS = ("fa1", "fa2")
 
@@ -138,6 +138,36 @@ def test_a_mask_of_too_many_parts_is_refused_before_anything_is_compiled(device,
     monkeypatch.setattr(compile, "load", lambda *a, **more: pytest.fail("a kernel was compiled"))
     with pytest.raises(rf.BackendError, match=r"mask .* has \d+ numbers and arrays.* has room for 96"):
         case.forward()
+
+
+def test_tables_of_the_host_are_waited_for_and_kept_by_other_streams(device, monkeypatch):
+    """Lengths are copied to the device once, on the stream of the first call."""
+    import cupy  # the emulator's
+
+    done = []
+
+    class Stream:
+        def __init__(self, ptr):
+            self.ptr = ptr
+
+        def is_capturing(self):
+            return False
+
+        def wait_event(self, event):
+            done.append(("waits", self.ptr, event))
+
+    here = Stream(7)
+    monkeypatch.setattr(cupy.cuda, "get_current_stream", lambda device=-1: here)
+    monkeypatch.setattr(launch, "hold", lambda kept: done.append(("holds", here.ptr, kept)))
+    case = on_device(make(B=2, Hq=1, Tq=20, d=16, kv_lengths=[5, 20]))
+    case.forward()
+    case.forward()
+    assert not done
+    here = Stream(8)
+    case.forward()
+    (waits, on, event), (holds, held_on, kept) = done
+    assert (waits, on, holds, held_on) == ("waits", 8, "holds", 8)
+    assert isinstance(event, cupy.cuda.Event) and len(kept) == 1
 
 
 @pytest.mark.parametrize("name", ["bias", "key", "sink", "far below"])

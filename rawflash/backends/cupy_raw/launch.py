@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from rawflash import masks, philox
-from rawflash.arrays import Target, capturing, keep_for_graph
+from rawflash.arrays import Target, capturing, hold, keep_for_graph
 from rawflash.backends.cupy_raw import compile
 from rawflash.errors import BackendError
 from rawflash.problem import FARTHEST, Operands, Problem
@@ -282,7 +282,7 @@ class Launcher:
         return words
 
     def _await_uploads(self) -> None:
-        """A kernel on another stream than that of the uploads waits for them.
+        """A kernel on another stream than that of the uploads waits for them, and they outlive it.
 
         Not in a capture, which may not wait for what is outside of it: the call before it has been waited for.
         """
@@ -293,6 +293,7 @@ class Launcher:
             here = cupy.cuda.get_current_stream()
             if stream != here.ptr and not capturing():
                 here.wait_event(event)
+                hold(self.kept)
 
     def workspace(self, count: int, zero: bool = False) -> Any:
         """``count`` numbers of the compute dtype from CuPy's pool, in the order of its current stream."""
