@@ -13,6 +13,7 @@ import numpy as np
 
 from rawflash import arrays, philox
 from rawflash.backends import lookup
+from rawflash.errors import ProblemError
 from rawflash.problem import FORWARD_ONLY, Operands, Options, Problem, check, check_dropout, check_parts, known
 from rawflash.tiling import Tiles, plan_tiles
 
@@ -146,6 +147,8 @@ def attention_vjp(
     (4, 4)
     """
     problem, x = check(q, k, v, wrt=wrt, **known(options))
+    if x.out_overlaps:
+        raise ProblemError("out overlaps an input, which the pullback reads again; expected memory of its own")
     with_lse, x.return_lse = x.return_lse, True
     out, lse = _forward(problem, x)
     kept: dict[str, Any] = {name: value for name, value in options.items() if name not in FORWARD_ONLY}

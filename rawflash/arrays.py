@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from rawflash.errors import BackendError, ProblemError
+from rawflash.masks import arrays_of
 
 if TYPE_CHECKING:
     from rawflash.problem import Operands, Problem
@@ -85,20 +86,20 @@ def as_numpy(name: str, array: Any) -> np.ndarray:
 
         if array.device.type != "cpu" or array.layout != torch.strided:
             raise ProblemError(f"{name} is a {array.layout} tensor on {array.device}; expected a dense one on the CPU")
-        if array.dtype == torch.bfloat16:
-            return array.view(torch.int16).numpy().view(bfloat16())
-        return array.numpy()
-    if kind == "jax":
-        return np.asarray(array)
-    if hasattr(array, "__dlpack__"):
-        return np.from_dlpack(array)
     try:
+        if kind == "torch":
+            half = array.dtype == torch.bfloat16
+            return array.view(torch.int16).numpy().view(bfloat16()) if half else array.numpy()
+        if kind == "jax":
+            return np.asarray(array)
+        if hasattr(array, "__dlpack__"):
+            return np.from_dlpack(array)
         return np.asarray(memoryview(array))
-    except TypeError:
+    except (TypeError, ValueError, RuntimeError, BufferError) as error:  # each library refuses in its own way
         raise ProblemError(
-            f"{name} is a {type(array).__name__}; expected an array "
+            f"{name} is a {type(array).__name__} that NumPy cannot look at ({error}); expected an array "
             "(NumPy, CuPy, Numba, PyTorch, JAX, DLPack or the buffer protocol)"
-        ) from None
+        ) from error
 
 
 def _check_no_grad(name: str, tensor: Any) -> None:
@@ -516,18 +517,30 @@ def keep_for_graph(*memory: Any) -> None:
 # ---- results ----------------------------------------------------------------------------------------
 
 
+_READ_BY_KERNELS = ("q_lengths", "kv_lengths", "q_offset", "cu_seqlens_q", "cu_seqlens_k")
+
+
 def overlaps_input(x: Operands) -> bool:
-    """Does the memory of ``x.target`` overlap an input, so that a kernel must not write there yet?"""
-    assert x.target is not None
+    """Does the memory of ``out`` overlap an input, so that a kernel must not write there yet?
+
+    On a GPU only where ``x.target`` says how ``out`` lies; else it is written after the kernel in any case.
+    """
+    v = x.visibility
     if x.device is None:
-        inputs = (x.q, x.k, x.v, x.bias, x.sinks)
-        return any(np.may_share_memory(x.target, other) for other in inputs if other is not None)
+        inputs = (x.q, x.k, x.v, x.bias, x.sinks, x.alibi_slopes, x.q_starts, x.k_starts, v.q_offset, v.q_lengths,
+                  v.kv_lengths, *(arrays_of(v.mask) or ()))  # fmt: skip
+        out = as_numpy("out", x.out)
+        return any(np.may_share_memory(out, other) for other in inputs if other is not None)
+    assert x.target is not None
     # The extents are the same for every call of the memo's entry, the addresses are not.
     extents = x.memo.get("extents")
     if extents is None:
         views = {"out": x.target, "q": x.q, "k": x.k, "v": x.v, "bias": x.bias, "sinks": x.sinks}
+        views |= {name: x.views[name] for name in _READ_BY_KERNELS if name in x.addresses}
+        if "alibi_slopes" in x.addresses:
+            views["alibi_slopes"] = x.alibi_slopes
         if "mask" in x.addresses:
-            views["mask"] = x.visibility.mask.array  # type: ignore[union-attr]
+            views["mask"] = v.mask.array  # type: ignore[union-attr]
         extents = x.memo["extents"] = {name: _extent(view) for name, view in views.items() if view is not None}
     low, high = (x.addresses["out"] + end for end in extents["out"])
     return any(

@@ -5,8 +5,8 @@ checks each against the oracle; ``run`` computes attention on the arrays of a fi
 it is asked to; ``explain`` prints a plan for any chip of the table; ``info`` says what is installed
 here and what is missing.
 
-Exit codes: 0 done; 1 a kernel disagrees with the oracle or with the predicted traffic; 2 bad input;
-130 interrupted; 141 the reader of the output went away.
+Exit codes: 0 done; 1 a kernel disagrees with the oracle or with the predicted traffic, or a backend that
+``--backends`` names cannot run; 2 bad input; 130 interrupted; 141 the reader of the output went away.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import difflib
 import importlib.metadata
 import importlib.resources
 import importlib.util
+import math
 import os
 import platform
 import stat
@@ -25,6 +26,7 @@ import subprocess
 import sys
 import tempfile
 import textwrap
+import threading
 import time
 import tracemalloc
 import zipfile
@@ -62,7 +64,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     int
         See the module's docstring.
     """
-    arguments = list(sys.argv[1:] if argv is None else argv)
+    with _streams():
+        return _main(list(sys.argv[1:] if argv is None else argv))
+
+
+@contextlib.contextmanager
+def _streams() -> Iterator[None]:
+    """In here a standard stream that was closed from the start, None in Python, takes what is written to it."""
+    with contextlib.ExitStack() as stack:
+        redirections = (sys.stdout, contextlib.redirect_stdout), (sys.stderr, contextlib.redirect_stderr)
+        for stream, redirect in redirections:
+            if stream is None:
+                nowhere = stack.enter_context(open(os.devnull, "w"))
+                stack.enter_context(redirect(nowhere))
+        yield
+
+
+def _main(arguments: list[str]) -> int:
     try:
         options = _parser().parse_args(arguments or ["demo"])
         code: int = options.command(options)
@@ -292,9 +310,9 @@ def _place(backend: str | None, algorithm: str = "fa2") -> _Cpu:
     """
     if backend is None or not _takes_gpu_arrays(backend):
         return _Cpu()
-    reason = why_not(backend, algorithm)
+    reason = why_not(backend, Problem(algorithm=algorithm))
     if reason is not None:
-        raise BackendError(f"backend {backend!r} cannot run here: " + reason.removeprefix(f"backend {backend!r} "))
+        raise BackendError(f"backend {backend!r} {reason}")
     return _Gpu()
 
 
@@ -382,23 +400,21 @@ def _read_arrays(path: Path) -> dict[str, np.ndarray]:
     """The arrays of an .npz file; refuses names that mean nothing and dtypes that a file cannot keep."""
     if not path.is_file():
         raise _InputError(f"{path}: there is no such file")
-    if not zipfile.is_zipfile(path):
-        raise _InputError(f"{path}: not an .npz file")
-    known = (*_REQUIRED, *_OPTIONAL)
     try:
-        with np.load(path, allow_pickle=False) as file:
-            for name in file.files:
-                if name not in known:
-                    close = difflib.get_close_matches(name, known, n=1)
-                    hint = (
-                        f"did you mean {close[0]!r}?"
-                        if close
-                        else "expected names out of " + ", ".join(known)
-                    )
-                    raise _InputError(f"{path}: unknown array {name!r}; {hint}")
-            given = {name: file[name] for name in file.files}
-    except (ValueError, EOFError, zipfile.BadZipFile) as error:
-        raise _InputError(f"{path}: {error}") from None
+        with path.open("rb") as stream:  # not by NumPy, which leaves open what turns out to be no archive
+            if not zipfile.is_zipfile(stream):
+                raise _InputError(f"{path}: not an .npz file")
+            stream.seek(0)
+            with np.load(stream, allow_pickle=False) as file:
+                _check_names(path, file.files)
+                given = {name: file[name] for name in file.files}
+    except (_InputError, MemoryError):
+        raise
+    except OSError as error:
+        raise _InputError(f"{path}: {error.strerror or error}") from None
+    except Exception as error:  # whatever the readers of archives, of compressed data and of headers think of
+        reason = textwrap.shorten(str(error), 200) or type(error).__name__
+        raise _InputError(f"{path}: not a readable .npz file: {reason}") from None
     for name in _REQUIRED:
         if name not in given:
             raise _InputError(f"{path}: there is no array {name!r}; expected q, k and v")
@@ -412,6 +428,15 @@ def _read_arrays(path: Path) -> dict[str, np.ndarray]:
                 f"save it as float32 instead, {name}.astype('float32')"
             )
     return given
+
+
+def _check_names(path: Path, names: Sequence[str]) -> None:
+    known = (*_REQUIRED, *_OPTIONAL)
+    for name in names:
+        if name not in known:
+            close = difflib.get_close_matches(name, known, n=1)
+            hint = f"did you mean {close[0]!r}?" if close else "expected names out of " + ", ".join(known)
+            raise _InputError(f"{path}: unknown array {name!r}; {hint}")
 
 
 def _check_target(target: Path, force: bool) -> None:
@@ -450,6 +475,9 @@ def _umask() -> int:
 # ---- explain ---------------------------------------------------------------------------------------
 
 
+MOST_BYTES = 2**63 - 1  # of an array
+
+
 def _explain(options: argparse.Namespace) -> int:
     batch, heads_q, heads_kv, rows_q, rows_k, d = options.shape
     dv = d if options.dv is None else options.dv
@@ -462,23 +490,36 @@ def _explain(options: argparse.Namespace) -> int:
         runs_on = BACKENDS[backend].runs_on
         raise BackendError(f"backend {backend!r} takes {runs_on}; it does not run on {arch!r} (--arch)")
 
-    # Arrays of one row's memory, so that the one validator sees the call; a plan needs no values.
     stand_in = "float16" if options.dtype == "bfloat16" else options.dtype
+    shape = ",".join(map(str, options.shape)) + f" --dv {dv}" * (options.dv is not None)
+    _check_bytes(
+        f"--shape {shape}", np.dtype(stand_in).itemsize, q=(batch, heads_q, rows_q, d), k=(batch, heads_kv, rows_k, d),
+        v=(batch, heads_kv, rows_k, dv), out=(batch, heads_q, rows_q, dv),
+    )  # fmt: skip
+    # Arrays of one row's memory, so that the one validator sees the call; a plan needs no values. All sequences
+    # are alike, so that it sees one of them.
     q, k, v = (
-        _shapeless(stand_in, batch, heads, rows, width, layout)
+        _shapeless(stand_in, heads, rows, width, layout)
         for heads, rows, width in ((heads_q, rows_q, d), (heads_kv, rows_k, d), (heads_kv, rows_k, dv))
     )
     problem, x = check(q, k, v, **call)
-    problem = dataclasses.replace(problem, dtype=options.dtype, backend=backend or problem.backend)
+    problem = dataclasses.replace(problem, B=batch, dtype=options.dtype, backend=backend or problem.backend)
     chip = hardware.kernels_on(problem.backend, hardware.CHIPS[arch]) if arch in hardware.CHIPS else None
     print(plan(problem, options.direction, chip, visibility=x.visibility))
     return DONE
 
 
-def _shapeless(dtype: str, batch: int, heads: int, rows: int, width: int, layout: str) -> np.ndarray:
-    """An array of any shape that occupies one row."""
+def _check_bytes(flags: str, itemsize: int, **shapes: tuple[int, ...]) -> None:
+    """Refuse arrays that cannot be; the size of an empty one must be within the bounds too, as NumPy has it."""
+    for name, shape in shapes.items():
+        if math.prod(max(size, 1) for size in shape) * itemsize > MOST_BYTES:
+            raise _InputError(f"{flags}: {name} would have more than 2**63 - 1 bytes, the most of an array")
+
+
+def _shapeless(dtype: str, heads: int, rows: int, width: int, layout: str) -> np.ndarray:
+    """An array of any shape, of one sequence, that occupies one row."""
     row = np.zeros(max(width, 1), dtype)
-    shape = (batch, heads, rows, width) if layout == "bhtd" else (batch, rows, heads, width)
+    shape = (1, heads, rows, width) if layout == "bhtd" else (1, rows, heads, width)
     return np.lib.stride_tricks.as_strided(row, shape, (0, 0, 0, row.itemsize), writeable=False)
 
 
@@ -534,15 +575,16 @@ def _info(options: argparse.Namespace) -> int:
     return DONE
 
 
-def _loads(name: str) -> Callable[[str], str | None]:
-    """A function from an algorithm to the reason why the backend cannot load it, or None."""
+def _loads(name: str, d: int = 1) -> Callable[[str], str | None]:
+    """A function from an algorithm to the reason why the backend cannot load it for this head dimension, or None."""
 
     def reason(algorithm: str) -> str | None:
-        text = why_not(name, algorithm)
+        problem = Problem(backend=name, algorithm=algorithm, d=d, dv=d)
+        text = why_not(name, problem)
         if text is None:
             try:
                 for direction in DIRECTIONS:
-                    lookup(Problem(backend=name, algorithm=algorithm), direction)
+                    lookup(problem, direction)
                 if name == "cupy_raw":
                     _nvrtc_version()
             except (RawflashError, RuntimeError) as error:  # Numba: no folder for its cache
@@ -657,6 +699,7 @@ def _wrap(first: str, text: str) -> None:
 DEMO_SRAM = 64 * hardware.KIB  # M of numpy_tiled in the demo: small, so that a short text has many tiles
 TILED_TOKENS = 512  # numpy_tiled runs at the speed of Python, so it gets no more of the text
 EMBEDDING = 64  # width of a byte's embedding
+PROJECTIONS = 4  # of it: q, k, v and dout
 TIMED_RUNS, TIMED_SECONDS = 5, 0.5  # best of as many runs as fit
 WARM_TOKENS = 32  # one small call compiles every kernel of an algorithm
 RESULTS = {"forward": ("out", "lse"), "backward": ("dq", "dk", "dv")}
@@ -708,12 +751,14 @@ def _demo(options: argparse.Namespace) -> int:
         raise _InputError(f"{name}: an empty text; expected at least one byte")
     if options.seed < 0:
         raise _InputError(f"--seed is {options.seed}; expected an int >= 0")
+    flags = f"--heads {options.heads} --dim {options.dim}"
+    _check_bytes(flags, np.dtype(float).itemsize, projections=(PROJECTIONS, EMBEDDING, options.heads, options.dim))
     inputs = _embed(text, options.heads, options.dim, options.seed)
     asked = [b for b in ("numpy_tiled", *BACKENDS) if options.backends is None or b in options.backends]
     absent: dict[str, str] = {}
     present = []
     for backend in dict.fromkeys(asked):
-        reason = next((text for text in map(_loads(backend), BACKENDS[backend].algorithms) if text), None)
+        reason = next((text for text in map(_loads(backend, options.dim), BACKENDS[backend].algorithms) if text), None)
         if reason is None:
             present += [(backend, algorithm) for algorithm in BACKENDS[backend].algorithms]
         else:
@@ -750,17 +795,23 @@ def _demo(options: argparse.Namespace) -> int:
                 _time_kernel(results[backend, algorithm], cases[_tokens(backend, len(text))])
     lines = [line for pair in present for line in results[pair]]
 
-    _print_demo(lines, compile_text, absent)
+    if lines:
+        _print_demo(lines, compile_text)
+    for backend, reason in absent.items():
+        _note(f"not run: {backend}: ", reason.removeprefix(f"backend {backend!r} "))
     complaints = [line.complaint for line in lines if line.complaint is not None]
-    if not lines:
-        complaints.append("no backend ran")
     for complaint in complaints:
         _note("DISAGREES: ", complaint)
     if complaints:
         print("Read: each DISAGREES above names a kernel that is wrong; do not rely on it here.")
-        return DISAGREES
-    print("Read: all agree: every error is at most 1, and counted = predicted.")
-    return DONE
+    elif lines:
+        print("Read: all agree: every error is at most 1, and counted = predicted.")
+    else:
+        print("Read: no kernel was checked, as no backend could run.")
+    missing = [] if options.backends is None else list(absent)
+    if missing:
+        _note("Read: ", f"not run, though --backends asked for it: {', '.join(missing)}.")
+    return DISAGREES if complaints or missing or not lines else DONE
 
 
 def _embed(text: bytes, heads: int, d: int, seed: int) -> tuple[np.ndarray, ...]:
@@ -772,7 +823,7 @@ def _embed(text: bytes, heads: int, d: int, seed: int) -> tuple[np.ndarray, ...]
     symbols = np.frombuffer(text, np.uint8)
     position = np.arange(len(symbols))[:, None] / 10000 ** (2 * np.arange(EMBEDDING // 2) / EMBEDDING)
     X = rng.standard_normal((256, EMBEDDING))[symbols] + np.hstack([np.sin(position), np.cos(position)])
-    projections = rng.standard_normal((4, EMBEDDING, heads * d)) / np.sqrt(EMBEDDING)
+    projections = rng.standard_normal((PROJECTIONS, EMBEDDING, heads * d)) / np.sqrt(EMBEDDING)
 
     def project(rows: np.ndarray, W: np.ndarray) -> np.ndarray:
         return np.ascontiguousarray((rows @ W).reshape(len(rows), heads, d).swapaxes(0, 1)[None], np.float32)
@@ -923,26 +974,40 @@ def compile_ahead(algorithms: Sequence[str], direction: str, d: int) -> int:
     return sum(sum(function.stats.cache_misses.values()) for function in functions)
 
 
+def end_with_parent() -> None:
+    """Let this process end when its standard input does: a pipe that its parent holds open as long as it lives."""
+
+    def watch() -> None:
+        os.read(0, 1)  # not sys.stdin, whose lock would be held at exit
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
 @contextlib.contextmanager
 def _compiling(algorithms: Sequence[str], d: int) -> Iterator[list[subprocess.Popen[str]]]:
     """Processes of their own that fill the cache, while this one works on something else.
 
-    A demo that is interrupted ends them. One that fails is no harm: the demo then compiles itself.
+    They end with this one, however it ends. One that fails is no harm: the demo then compiles itself.
     """
     processes: list[subprocess.Popen[str]] = []
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
+    watched, held = os.pipe()
     for direction in DIRECTIONS if algorithms else ():
         call = f"compile_ahead({tuple(algorithms)!r}, {direction!r}, {d})"
+        code = f"from rawflash.cli import compile_ahead, end_with_parent; end_with_parent(); print({call})"
         with contextlib.suppress(OSError):
             process = subprocess.Popen(
-                [sys.executable, "-P", "-c", f"from rawflash.cli import compile_ahead; print({call})"],
-                stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
+                [sys.executable, "-P", "-c", code],
+                stdin=watched, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
                 env=environment, start_new_session=True,
             )  # fmt: skip
             processes.append(process)
     try:
         yield processes
     finally:
+        os.close(held)
+        os.close(watched)
         for process in processes:
             process.terminate()  # nothing to end when it is done
             process.wait()
@@ -995,7 +1060,7 @@ class _Progress:
             self.bar.stop()
 
 
-def _print_demo(lines: list[_Line], compile_text: str | None, absent: dict[str, str]) -> None:
+def _print_demo(lines: list[_Line], compile_text: str | None) -> None:
     kernel = ("backend", "algorithm", ">T", "pass")
     speed = _table(*kernel, ">time\nms", ">GFLOP\n/s", ">extra\nMiB", ">dense\nMiB", ">worst\nerror", "")
     moved = _table(*kernel, ">loads\npredicted", ">\ncounted", ">stores\npredicted", ">\ncounted")
@@ -1058,8 +1123,6 @@ def _print_demo(lines: list[_Line], compile_text: str | None, absent: dict[str, 
         )
     if compile_text is not None:
         _note("", compile_text + ".")
-    for backend, reason in absent.items():
-        _note(f"not run: {backend}: ", reason.removeprefix(f"backend {backend!r} "))
 
 
 def _number(n: int) -> str:

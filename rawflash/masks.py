@@ -59,8 +59,11 @@ class Mask:
         raise NotImplementedError
 
     def tile(self, b: int, h: int, i0: int, i1: int, j0: int, j1: int, q_offset: int) -> int:
-        """Class of the non-empty rectangle ``i0 <= i < i1``, ``j0 <= j < j1``."""
-        raise NotImplementedError
+        """Class of the non-empty rectangle ``i0 <= i < i1``, ``j0 <= j < j1``.
+
+        PARTIAL is never wrong, only slower than a class that says more.
+        """
+        return PARTIAL
 
     def program(self) -> list[Instruction]:
         """The predicate in postfix order: operands push a boolean, AND and OR take two.
@@ -236,6 +239,8 @@ def _integers(name: str, value: npt.ArrayLike) -> np.ndarray:
         raise ProblemError(f"{name} is ragged; expected a rectangular array of integers") from None
     if array.dtype.kind not in "iu":
         raise ProblemError(f"{name} has dtype {array.dtype}; expected integers")
+    if array.dtype.kind == "u" and array.max(initial=0) > np.iinfo(np.int64).max:
+        raise ProblemError(f"{name} is {array.tolist()}; expected integers below 2**63")
     return np.ascontiguousarray(array, dtype=np.int64)
 
 
@@ -399,7 +404,12 @@ class Dense(Mask):
     shape: tuple[int, ...] = field(init=False)
 
     def __post_init__(self) -> None:
-        array = np.asarray(self.array)
+        if isinstance(self.array, np.ma.MaskedArray):
+            raise ProblemError("mask is a masked array; expected a plain one, True = attend")
+        try:
+            array = np.asarray(self.array)
+        except ValueError:
+            raise ProblemError("mask is ragged; expected a rectangular boolean array") from None
         if array.dtype != np.bool_:
             raise ProblemError(f"mask has dtype {array.dtype}; expected bool, True = attend (use bias= for scores)")
         if array.ndim > 4:
@@ -520,6 +530,18 @@ class Or(Mask):
     @property
     def kind(self) -> str:
         return f"({self.left.kind} | {self.right.kind})"
+
+
+def arrays_of(mask: Mask | None) -> list[np.ndarray] | None:
+    """The arrays that a mask reads; None if it has a class from elsewhere, of which nothing is known."""
+    if isinstance(mask, (And, Or)):
+        left, right = arrays_of(mask.left), arrays_of(mask.right)
+        return None if left is None or right is None else left + right
+    if mask is None:
+        return []
+    if type(mask).__module__ != __name__:
+        return None
+    return [value for value in vars(mask).values() if isinstance(value, np.ndarray)]
 
 
 def cuda_text(mask: Mask | None) -> str:

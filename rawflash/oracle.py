@@ -26,7 +26,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from rawflash.problem import check
+from rawflash.arrays import as_numpy
+from rawflash.errors import ProblemError
+from rawflash.problem import check, check_wrt
 
 __all__ = [
     "attention",
@@ -119,6 +121,12 @@ def backward_head(
     return {"q": dQ, "k": dK, "v": dV, "bias": dS, "sinks": dsink}
 
 
+def _host(name: str, value: Any) -> Any:
+    """An array that only another library can read (DLPack), as NumPy's; anything else as it is."""
+    foreign = hasattr(value, "__dlpack__") and not isinstance(value, np.ndarray)
+    return as_numpy(name, value) if foreign else value
+
+
 # ---- which arrays, rows and options belong to a head -----------------------------------------------
 
 
@@ -160,7 +168,15 @@ class Call:
         sram: int | None = None,
         out: Any = None,
     ) -> None:
-        # The validator is shared, the mathematics is not: every public function starts here.
+        # The validator and the way to NumPy are shared, the mathematics is not: every public function starts here.
+        q, k, v, mask, bias, sinks, alibi_slopes, q_offset, q_lengths, kv_lengths = (
+            _host(name, value)
+            for name, value in dict(
+                q=q, k=k, v=v, mask=mask, bias=bias, sinks=sinks, alibi_slopes=alibi_slopes, q_offset=q_offset,
+                q_lengths=q_lengths, kv_lengths=kv_lengths,
+            ).items()
+        )  # fmt: skip
+        cu_seqlens_q, cu_seqlens_k = _host("cu_seqlens_q", cu_seqlens_q), _host("cu_seqlens_k", cu_seqlens_k)
         check(
             q, k, v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, mask=mask, causal=causal, window=window,
             q_offset=q_offset, q_lengths=q_lengths, kv_lengths=kv_lengths, bias=bias, alibi_slopes=alibi_slopes,
@@ -519,7 +535,13 @@ def _forward(call: Call, return_lse: bool) -> np.ndarray | tuple[np.ndarray, np.
 def _backward(
     call: Call, dout: npt.ArrayLike, dlse: npt.ArrayLike | None, wrt: tuple[str, ...]
 ) -> tuple[np.ndarray, ...]:
-    douts = call.four_axes(np.asarray(dout))
+    wrt = check_wrt(wrt, call.bias is not None, bool(call.sinks_shape))
+    dout, dlse = np.asarray(_host("dout", dout)), _host("dlse", dlse)
+    expected = {"dout": call.q_shape[:-1] + (call.dv,), "dlse": np.shape(call.restore("lse", call.zeros("lse")))}
+    for name, value in (("dout", dout), ("dlse", dlse)):
+        if value is not None and np.shape(value) != expected[name]:
+            raise ProblemError(f"{name} has shape {np.shape(value)}; expected {expected[name]}")
+    douts = call.four_axes(dout)
     dlses = call.zeros("lse") if dlse is None else call.lse_axes(dlse)
     grads = {name: call.zeros(name) for name in wrt}
     for x in call.heads():

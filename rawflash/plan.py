@@ -19,7 +19,7 @@ from rawflash.hardware import Chip, chip_of
 from rawflash.masks import Visibility
 from rawflash.problem import DIRECTIONS, Options, Problem, check, check_forward_only, known
 from rawflash.tiling import Tiles
-from rawflash.traffic import Traffic, traffic
+from rawflash.traffic import Traffic, sequences, traffic
 
 WIDTH = 80
 _UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB")
@@ -45,7 +45,7 @@ class Plan:
     copied : tuple of str
         Arguments that the call would copy, because a kernel could not read them where they are.
     unavailable : str or None
-        Why this kernel cannot run here; None when it can.
+        Why this backend cannot run the call here; None when it can.
     refused : tuple of (str, str)
         Every other backend, and why it does not take this call.
 
@@ -193,6 +193,7 @@ def plan(
         Which GPU is asked; None: the current one.
     visibility : Visibility, optional
         Lengths, offsets and mask of the call; without it lengths are full and a mask is not looked at.
+        Without a mask its arrays may have one entry, which then stands for every sequence.
     wrt : tuple of str
         Gradients asked for.
     copied : tuple of str
@@ -209,10 +210,7 @@ def plan(
     if chip is None:
         chip = chip_of(problem.backend, device)
     tiles = tiling.plan_tiles(problem, chip, direction)
-    if visibility is None:
-        pairs = problem.B * problem.Tq * problem.Tk
-    else:
-        pairs = int((visibility.q_lengths * visibility.kv_lengths).sum())
+    pairs = sum(rows * keys * times for (rows, keys, _), times in sequences(problem, visibility).items())
     moved = traffic(problem, tiles, direction, visibility=visibility, wrt=wrt)
     return Plan(
         problem=problem,
@@ -222,7 +220,7 @@ def plan(
         traffic=moved,
         dense_bytes=pairs * problem.Hq * np.dtype(problem.compute_dtype).itemsize,
         copied=copied,
-        unavailable=why_not(problem.backend, problem.algorithm),
+        unavailable=why_not(problem.backend, problem),
         refused=tuple((name, _refusal(name, problem)) for name in BACKENDS if name != problem.backend),
     )
 
@@ -243,7 +241,7 @@ def _check_direction(direction: str) -> None:
 def _refusal(name: str, problem: Problem) -> str:
     """Why a backend other than the problem's does not take the call."""
     chosen, row = BACKENDS[problem.backend], BACKENDS[name]
-    reason = why_not(name, problem.algorithm)
+    reason = why_not(name, problem)
     if reason is not None:
         return reason
     if row.runs_on != chosen.runs_on:

@@ -199,6 +199,7 @@ class Operands:
     sinks: np.ndarray | None = None  # (Hq,)
     out: Any = None  # the user's array
     target: np.ndarray | None = None  # ``out`` in canonical form, where a kernel can write straight into it
+    out_overlaps: bool = False  # ``out`` shares memory with an input, which is lost when the call returns
     return_lse: bool = False
     wrt: tuple[str, ...] = ("q", "k", "v")
     offset_given: bool = False  # False: q_offset is kv_length - q_length of each sequence
@@ -250,6 +251,14 @@ def _real(name: str, value: Any, rule: str) -> float:
     return number
 
 
+def _check_held(name: str, number: float | None, dtype: str) -> None:
+    """Kernels compute with this number in float32, or in float64 in a float64 call."""
+    compute = "float64" if dtype == "float64" else "float32"
+    low, high = float(np.finfo(compute).tiny), float(np.finfo(compute).max)
+    if number and not low <= abs(number) <= high:
+        raise _fail(name, number, f"a size between {low:.3g} and {high:.3g}, which {compute} can hold")
+
+
 def _probability(name: str, value: Any) -> float:
     p = _real(name, value, "a number p with 0 <= p < 1")
     if not 0 <= p < 1:
@@ -275,12 +284,12 @@ def _choice(name: str, value: Any, choices: tuple[str, ...]) -> str:
 
 def _host_array(name: str, value: Any, rule: str) -> np.ndarray:
     """A small array that may also be passed as a list."""
-    if value is None:
+    if value is None or isinstance(value, (bool, int, float, np.generic)):
         raise _fail(name, value, rule)
     if not isinstance(value, (list, tuple)):
         return arrays.as_numpy(name, value)
     try:
-        return np.asarray(value)
+        return np.asarray(value) if len(value) else np.zeros(0, np.int64)  # which would be float64 to NumPy
     except ValueError:
         raise _fail(name, value, rule) from None
 
@@ -288,8 +297,6 @@ def _host_array(name: str, value: Any, rule: str) -> np.ndarray:
 def _per_batch(name: str, value: Any, batch: int) -> np.ndarray:
     """An int array (B,) from a host array or a list."""
     array = _host_array(name, value, f"integers of shape (B,) = ({batch},)")
-    if array.size == 0:  # an empty list is float64 to NumPy
-        array = array.astype(np.int64)
     _check_integers(name, array, (batch,))
     if any(abs(int(extreme)) > FARTHEST for extreme in (array.min(initial=0), array.max(initial=0))):
         raise ProblemError(f"{name} is {array.tolist()}; expected entries between -2**61 and 2**61")
@@ -514,6 +521,8 @@ def _check(
         raise _wrong_device(backend, "q", "GPU" if gpu else "CPU")
     q_user, k_user, v_user = (_numpy_float(n, a) for n, a in (("q", q), ("k", k), ("v", v)))
     dtype = q_user.dtype.name
+    _check_held("softcap", softcap, dtype)
+    _check_held("scale", scale, dtype)
     for name, array in (("k", k_user), ("v", v_user)):
         if array.dtype.name != dtype:
             raise ProblemError(f"{name} has dtype {array.dtype}; expected {dtype} to match q")
@@ -574,7 +583,7 @@ def _check(
     bias, bias_shape = _bias(source, option("bias"), shape, dtype)
     slopes = _alibi(source, option("alibi_slopes"), batch, heads_q)
     sinks = _sinks(source, option("sinks"), heads_q, dtype)
-    wrt = _wrt(wrt, bias is not None, sinks is not None)
+    wrt = check_wrt(wrt, bias is not None, sinks is not None)
     out_shape = tuple(int(n) for n in form.user_shape(heads_q, rows_q, dv))  # type: ignore[arg-type]
     lse_shape = (rows_q,) if dims == 2 else (heads_q, rows_q) if dims == 3 else (*lead, heads_q, rows_q)
     target = None
@@ -608,8 +617,10 @@ def _check(
     if backward:
         _gradients(operands, form, dout=dout, o=o, lse=lse, dlse=dlse, dtype=dtype)
     operands.copied, operands.keep = list(source.copied), source.keep
-    if not gpu and target is not None and arrays.overlaps_input(operands):
-        operands.target = None
+    if not gpu and operands.out is not None:
+        operands.out_overlaps = arrays.overlaps_input(operands)
+        if operands.out_overlaps or masks.arrays_of(mask) is None:  # a mask from elsewhere may raise half-way
+            operands.target = None
     return problem, operands
 
 
@@ -659,7 +670,7 @@ def _check_on_gpu(source: arrays.Source, given: dict[str, Any]) -> tuple[Problem
             "borrowed": source.borrowed, "waits": source.waits,
         }  # fmt: skip
     if x.target is not None and arrays.overlaps_input(x):
-        x.target, x.memo = None, {}
+        x.target, x.memo, x.out_overlaps = None, {}, True
     return problem, x
 
 
@@ -799,7 +810,8 @@ def _sinks(source: arrays.Source, value: Any, heads: int, dtype: str) -> np.ndar
     return array
 
 
-def _wrt(value: Any, has_bias: bool, has_sinks: bool) -> tuple[str, ...]:
+def check_wrt(value: Any, has_bias: bool, has_sinks: bool) -> tuple[str, ...]:
+    """Check ``wrt`` and give it back as a tuple; None means the default."""
     if value is None:
         return ("q", "k", "v")
     rule = "a sequence of names out of " + ", ".join(repr(name) for name in GRADIENTS)
@@ -830,6 +842,8 @@ def _check_out(
         raise ProblemError(f"out has dtype {array.dtype}; expected {dtype} to match q")
     if not array.flags.writeable:
         raise ProblemError("out is read-only; expected a writable array")
+    if array.size and any(stride == 0 and n > 1 for stride, n in zip(array.strides, array.shape, strict=True)):
+        raise ProblemError(f"out has strides {array.strides}; expected each of its elements to have its own memory")
     return arrays.heads_first(array, layout) if arrays.is_canonical(array) else None
 
 
@@ -885,6 +899,8 @@ def check_parts(outs: Any, lses: Any) -> tuple[arrays.Source, list[Any], list[An
     parts = [read("outs", part) for part in outs]
     logs = [read("lses", part) for part in lses]
     for part, log in zip(parts, logs, strict=True):
+        if part.ndim < 1:
+            raise ProblemError(f"outs has an entry of shape {part.shape}; expected (..., H, T, d)")
         if part.shape != parts[0].shape or part.dtype != parts[0].dtype:
             raise ProblemError(
                 f"outs has an entry {part.dtype} {part.shape}; expected {parts[0].dtype} {parts[0].shape}"
@@ -897,7 +913,9 @@ def check_parts(outs: Any, lses: Any) -> tuple[arrays.Source, list[Any], list[An
 def check_dropout(p: Any, seed: Any, shape: Any) -> tuple[float, int, tuple[int, int, int, int]]:
     """Check the arguments of ``dropout_mask``."""
     rule = "four ints (B, Hq, Tq, Tk), each >= 0"
-    if not hasattr(shape, "__len__") or len(shape) != 4:
+    if not isinstance(shape, (tuple, list)) or len(shape) != 4:
         raise _fail("shape", shape, rule)
     sizes = tuple(_integer("shape", n, 0, None, rule) for n in shape)
+    if math.prod(sizes) >= FARTHEST:
+        raise _fail("shape", shape, "fewer than 2**61 elements")
     return _probability("p", p), _seed(seed), (sizes[0], sizes[1], sizes[2], sizes[3])

@@ -156,25 +156,22 @@ def visits(
     br, bc : int
     visibility : Visibility, optional
         That of the call (``Operands.visibility``). Without it: full lengths, lower-right alignment and
-        no ``mask=``.
+        no ``mask=``. Without a ``mask=`` its arrays may have one entry, which then stands for every sequence.
     dense : bool
         Empty pairs are visited too (the standard algorithm).
 
     Notes
     -----
-    The cost is O(T_r) for lengths and bands, O(B Hq T_r T_c) for a ``mask=``.
+    A ``mask=`` costs O(B Hq T_r T_c). Without one sequences that are alike are counted once, in a time
+    that grows with the logarithm of their blocks.
     """
-    if visibility is None:
-        whole = np.ones(problem.B, np.int64)
-        q_lengths, k_lengths = whole * problem.Tq, whole * problem.Tk
-        visibility = Visibility(problem.band, None, k_lengths - q_lengths, q_lengths, k_lengths)
-    total = np.zeros(7, dtype=object)
-    if visibility.mask is None:
-        per_sequence = (visibility.q_lengths, visibility.kv_lengths, visibility.q_offset)
-        cases = Counter(zip(*(array.tolist() for array in per_sequence), strict=True))
-        lower, upper = (None, None) if dense else (visibility.band.lower, visibility.band.upper)
-        for (q_length, k_length, offset), times in cases.items():
-            total += np.array(_band(q_length, k_length, offset, br, bc, lower, upper)) * times * problem.Hq
+    total = np.zeros(7, dtype=object)  # ints of Python: the sums of long sequences need more than 64 bits
+    if visibility is None or visibility.mask is None:
+        band = problem.band if visibility is None else visibility.band
+        lower, upper = (None, None) if dense else (band.lower, band.upper)
+        for (q_length, k_length, offset), times in sequences(problem, visibility).items():
+            sums = _band(q_length, k_length, offset, br, bc, lower, upper)
+            total += np.array(sums, dtype=object) * times * problem.Hq
     else:
         for b in range(problem.B):
             for h in range(problem.Hq):
@@ -182,22 +179,75 @@ def visits(
     return Visits(*(int(n) for n in total))
 
 
+def sequences(problem: Problem, visibility: Visibility | None = None) -> Counter[tuple[int, int, int]]:
+    """How many sequences of the call have which query length, key length and offset.
+
+    Parameters
+    ----------
+    problem : Problem
+    visibility : Visibility, optional
+        As :func:`visits` takes it.
+    """
+    if visibility is None:
+        return Counter({(problem.Tq, problem.Tk, problem.Tk - problem.Tq): problem.B})
+    per_sequence = (visibility.q_lengths, visibility.kv_lengths, visibility.q_offset)
+    found = Counter(zip(*(array.tolist() for array in per_sequence), strict=True))
+    each = problem.B // max(found.total(), 1)  # what one entry stands for
+    return Counter({case: times * each for case, times in found.items()})
+
+
 def _band(
     q_length: int, k_length: int, offset: int, br: int, bc: int, lower: int | None, upper: int | None
 ) -> tuple[int, ...]:
     """The sums of one head under ``lower <= j - (i + offset) <= upper``."""
-    i0 = np.arange(0, q_length, br, dtype=np.int64)
-    i1 = np.minimum(i0 + br, q_length)
-    first = np.zeros_like(i0) if lower is None else i0 + offset + lower  # first and last key seen
-    last = np.full_like(i0, k_length - 1) if upper is None else i1 - 1 + offset + upper
-    first, last = np.maximum(first, 0), np.minimum(last, k_length - 1)
-    some = first <= last
-    J0, J1 = first // bc, last // bc + 1  # blocks of keys J0 <= J < J1
-    pairs = np.where(some, J1 - J0, 0)
-    keys = np.where(some, np.minimum(J1 * bc, k_length) - J0 * bc, 0)
-    rows = i1 - i0
-    sums = (pairs, pairs * rows, keys, keys * rows)
-    return *(int(terms.sum()) for terms in sums), 0, q_length, k_length
+    pairs = q_rows = k_rows = cells = 0
+    whole, rest = divmod(q_length, br)
+    for count, rows, i0 in ((whole, br, 0), (1, rest, whole * br)):
+        first = None if lower is None else i0 + offset + lower  # first and last key that the first block sees
+        last = None if upper is None else i0 + rows - 1 + offset + upper
+        blocks, keys = _swept(count if rows else 0, br, first, last, k_length, bc)
+        pairs, q_rows = pairs + blocks, q_rows + blocks * rows
+        k_rows, cells = k_rows + keys, cells + keys * rows
+    return pairs, q_rows, k_rows, cells, 0, q_length, k_length
+
+
+def _swept(count: int, step: int, first: int | None, last: int | None, length: int, bc: int) -> tuple[int, int]:
+    """Blocks of ``bc`` keys, and keys in them, that a range of keys needs while it moves on ``count`` times.
+
+    The range is ``first + t step <= j <= last + t step`` at step t; None is unbounded. There are ``length`` keys.
+    """
+    if length == 0 or (first is not None and last is not None and first > last):
+        return 0, 0
+
+    def when(bound: int | None, key: int) -> int:
+        """The first step at which a bound of the range is at ``key`` or beyond."""
+        return 0 if bound is None else min(max(-((bound - key) // step), 0), count)
+
+    def floors(bound: int | None, begin: int, end: int) -> int:
+        """The number of a bound's block, summed over some steps."""
+        return 0 if bound is None else _floors(end - begin, step, bound + begin * step, bc)
+
+    ends = (length - 1) // bc  # the last block, which may be ragged
+    begin = when(last, 0)
+    end = count if first is None else max(when(first, length), begin)  # from then on the range is past the keys
+    reach = min(when(last, ends * bc), end)  # from then on it reaches into the last block
+    enter = end if first is None else max(when(first, 0), begin)  # from then on it leaves blocks behind
+    inner = floors(last, begin, reach) + reach - begin
+    behind = floors(first, enter, end)
+    blocks = inner + (end - reach) * (ends + 1) - behind
+    keys = inner * bc + (end - reach) * length - behind * bc
+    return blocks, keys
+
+
+def _floors(n: int, a: int, b: int, m: int) -> int:
+    """The sum of ``(a t + b) // m`` for t = 0 .. n - 1, by the steps of Euclid's algorithm."""
+    total = 0
+    while n > 0:
+        total += n * (n - 1) // 2 * (a // m) + n * (b // m)
+        a, b = a % m, b % m
+        n, b = divmod(a * n + b, m)  # the points below the line, counted along the other axis
+        a, m = m, a
+    return total
 
 
 def _pairs(visibility: Visibility, b: int, h: int, br: int, bc: int, dense: bool) -> tuple[int, ...]:

@@ -430,6 +430,40 @@ def test_out_may_overlap_an_input(which, cpu_backend):
     np.testing.assert_array_equal(out, want)
 
 
+@pytest.mark.parametrize(
+    "name", ["mask", "mask object", "alibi_slopes", "q_lengths", "kv_lengths", "q_offset", "cu_seqlens"]
+)
+def test_out_may_overlap_what_is_no_matrix(name, cpu_backend):
+    """These too are read while ``out`` is written."""
+    q, k, v = (np.random.default_rng(6).standard_normal((3, 2, 2, 8, 8)))
+    out = np.zeros_like(q)
+    words, flags = out.reshape(-1).view(np.int64), out.reshape(-1).view(bool)
+
+    def inside(values, home):
+        view = home[: np.size(values)].reshape(np.shape(values))
+        view[...] = values
+        return view
+
+    run, options = rf.attention, {
+        "mask": lambda: dict(mask=inside(np.tri(8, dtype=bool), flags)),
+        "mask object": lambda: dict(mask=rf.masks.Segments(inside(np.arange(8) // 3, words), np.arange(8) // 3)),
+        "alibi_slopes": lambda: dict(alibi_slopes=inside([[0.5, 1.0], [0.25, 2.0]], out.reshape(-1))),
+        "q_lengths": lambda: dict(q_lengths=inside([3, 8], words)),
+        "kv_lengths": lambda: dict(kv_lengths=inside([2, 7], words)),
+        "q_offset": lambda: dict(causal=True, q_offset=inside([1, -3], words)),
+        "cu_seqlens": lambda: dict(cu_seqlens_q=inside([0, 3, 8], words), cu_seqlens_k=np.array([0, 4, 8])),
+    }[name]  # fmt: skip
+    if name == "cu_seqlens":
+        run, q, k, v, out = rf.attention_varlen, q[0], k[0], v[0], out[0]
+    made = options()
+    apart = {name: value.copy() if isinstance(value, np.ndarray) else value for name, value in made.items()}
+    if name == "mask object":
+        apart = dict(mask=rf.masks.Segments(np.arange(8) // 3, np.arange(8) // 3))
+    want = run(q, k, v, backend=cpu_backend, **apart)
+    assert run(q, k, v, backend=cpu_backend, out=out, **made) is out
+    np.testing.assert_array_equal(out, want)
+
+
 def test_out_of_dlpack_only_is_written_or_refused():
     """A producer that does not say its memory is writable is refused; nothing is lost silently."""
     q, k, v, _ = call()

@@ -3,11 +3,13 @@
 import dataclasses
 import importlib
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
 import types
+import zipfile
 
 import numpy as np
 import pytest
@@ -75,7 +77,6 @@ def gpus(device, monkeypatch):
     here = types.SimpleNamespace(ptr=0, synchronize=lambda: waits.append(1))
     cupy.cuda.get_current_stream = lambda device=-1: here
     cupy.asnumpy = lambda array: np.array(array, subok=False)
-    cupy.__spec__ = types.SimpleNamespace()
     monkeypatch.setitem(sys.modules, "cupy", cupy)
     monkeypatch.setattr("rawflash.problem._MEMO", {})
     hardware._gpu.cache_clear()
@@ -94,6 +95,7 @@ def refused(capsys, arguments, *words):
     assert main(arguments) == cli.BAD_INPUT
     out, err = capsys.readouterr()
     assert err.startswith("rawflash: ") and "Traceback" not in err and out == ""
+    assert err.count("\n") == 1, err
     for word in words:
         assert word in err, err
 
@@ -128,15 +130,35 @@ def test_demo_on_a_text_shorter_than_asked(capsys, tmp_path):
 
 def test_demo_says_which_backends_are_missing(capsys, monkeypatch, no_gpu):
     monkeypatch.setitem(sys.modules, "numba", None)
-    assert main([*SMALL[:-1], "numpy_tiled,numba_cpu,cupy_raw"]) == 0
+    assert main(SMALL[:-2]) == 0
     out = capsys.readouterr().out
-    assert "not run: numba_cpu: numba is not installed; pip install numba" in out
-    assert "not run: cupy_raw: cupy is not installed" in out
+    assert "not run: numba_cpu: needs numba, which is not installed; pip install numba" in out
+    assert "not run: cupy_raw: needs cupy, which is not installed" in out
+    assert out.splitlines()[-1].startswith("Read: all agree") and "asked for" not in out
+
+
+def test_demo_without_a_backend_that_was_asked_for_is_no_success(capsys, no_gpu):
+    assert main([*SMALL[:-1], "numpy_tiled,cupy_raw,numba_cuda"]) == cli.DISAGREES
+    out = " ".join(capsys.readouterr().out.split())
+    assert "not run: cupy_raw: needs cupy, which is not installed" in out
+    assert "not run: numba_cuda: takes NVIDIA GPU arrays and is not in this version" in out
+    assert "Read: all agree" in out and "DISAGREES" not in out
+    assert out.endswith("Read: not run, though --backends asked for it: cupy_raw, numba_cuda.")
 
 
 def test_demo_without_any_backend_is_no_success(capsys, no_gpu):
     assert main([*SMALL[:-1], "cupy_raw"]) == cli.DISAGREES
-    assert "no backend ran" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "Read: no kernel was checked" in out and "all agree" not in out and "GFLOP" not in out
+    assert "DISAGREES" not in out and "wrong" not in out
+    assert out.endswith("Read: not run, though --backends asked for it: cupy_raw.\n")
+
+
+def test_demo_of_heads_that_a_backend_does_not_have(capsys, gpus):
+    """No kernel is wrong then: the backend is not run, and says why."""
+    assert main([*SMALL[:-2], "--tokens", "4", "--dim", "257", "--backends", "numpy_tiled,cupy_raw"]) == cli.DISAGREES
+    out = capsys.readouterr().out
+    assert "not run: cupy_raw: has head dimensions up to 256; d is 257" in out and "DISAGREES" not in out
 
 
 @pytest.mark.parametrize("direction", ["forward", "backward"])
@@ -202,6 +224,7 @@ def test_demo_bad_input(capsys, tmp_path):
     refused(capsys, ["demo", str(tmp_path / "none.txt")], "none.txt", "No such file")
     refused(capsys, ["demo", str(tmp_path)], "directory")
     refused(capsys, [*SMALL, "--seed", "-1"], "--seed")
+    refused(capsys, [*SMALL, "--heads", str(2**62)], "--heads", "--dim", "2**63 - 1 bytes")
     for flags in (["--tokens", "0"], ["--backends", "torch"], ["--heads", "x"]):
         assert main(["demo", *flags]) == cli.BAD_INPUT
         assert flags[0] in capsys.readouterr().err
@@ -243,7 +266,7 @@ def test_gpu_allocations_are_counted_at_their_peak(gpus):
 
 def test_demo_without_a_compiler_does_not_run_the_backend(capsys, gpus):
     gpus.cupy.cuda.nvrtc.getVersion = lambda: (_ for _ in ()).throw(RuntimeError("no libnvrtc"))
-    assert main([*SMALL[:-1], "numpy_tiled,cupy_raw"]) == 0
+    assert main([*SMALL[:-1], "numpy_tiled,cupy_raw"]) == cli.DISAGREES
     assert "not run: cupy_raw: CUDA kernels need CuPy and NVRTC" in capsys.readouterr().out
 
 
@@ -330,8 +353,8 @@ def test_run_without_memory(capsys, monkeypatch, files):
 @pytest.mark.parametrize("algorithm", ["fa2", "standard"])
 def test_run_needs_the_gpu_that_was_asked_for(capsys, no_gpu, files, algorithm):
     flags = ["--backend", "cupy_raw", "--algorithm", algorithm]
-    why = "cupy is not installed" if algorithm == "fa2" else "it has no algorithm 'standard'"
-    refused(capsys, ["run", files[0], "-o", files[1], *flags], f"backend 'cupy_raw' cannot run here: {why}")
+    why = "needs cupy, which is not installed" if algorithm == "fa2" else "has no algorithm 'standard'"
+    refused(capsys, ["run", files[0], "-o", files[1], *flags], f"backend 'cupy_raw' {why}")
     assert not os.path.exists(files[1])
 
 
@@ -511,6 +534,95 @@ def test_run_files_that_are_no_npz(capsys, tmp_path, qkv):
     refused(capsys, ["run", whole, "-o", target, *TILED], "bits.npz")
 
 
+def compressed(path, qkv):
+    np.savez_compressed(path, **qkv)
+    return bytearray(path.read_bytes())
+
+
+def flipped(path, qkv):
+    data = compressed(path, qkv)
+    data[60] ^= 0xFF  # among the compressed numbers
+    path.write_bytes(data)
+
+
+def in_every_header(path, qkv, at, change):
+    """Change a byte of the archive's first member, where the member and the table of contents describe it."""
+    data = compressed(path, qkv)
+    for place in (at, data.index(b"PK\1\2") + at + 2):
+        data[place] = change(data[place])
+    path.write_bytes(data)
+
+
+def encrypted(path, qkv):
+    in_every_header(path, qkv, 6, lambda flags: flags | 1)
+
+
+def of_a_method_of_tomorrow(path, qkv):
+    in_every_header(path, qkv, 8, lambda method: 99)
+
+
+def member(path, text):
+    """An archive whose q is this header and no numbers."""
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("q.npy", b"\x93NUMPY\x01\x00" + len(text).to_bytes(2, "little") + text)
+
+
+def unclosed(path, qkv):
+    member(path, b"{'descr':'<f4','fortran_order':False,'shape':(1,8)")
+
+
+def too_long(path, qkv):
+    member(path, b"{'descr':'<f4','fortran_order':False,'shape':(1,8)}" + b" " * 20_000)
+
+
+def deep(path, qkv):
+    member(path, b"{'descr':'<f4','fortran_order':False,'shape':(" + b"-" * 5000 + b"8,)}")
+
+
+def without_numbers(path, qkv):
+    member(path, b"{'descr':'<f4','fortran_order':False,'shape':(1,8)}")
+
+
+DAMAGES = (flipped, encrypted, of_a_method_of_tomorrow, unclosed, too_long, deep, without_numbers)
+
+
+@pytest.mark.parametrize("damage", DAMAGES, ids=[damage.__name__ for damage in DAMAGES])
+def test_run_damaged_archives(capsys, tmp_path, qkv, damage):
+    path = tmp_path / "in.npz"
+    damage(path, qkv)
+    refused(capsys, ["run", str(path), "-o", str(tmp_path / "out.npz"), *TILED], f"{path}: not a readable .npz file: ")
+    assert os.listdir(tmp_path) == ["in.npz"]
+
+
+def test_run_any_damage_is_bad_input(tmp_path, rng):
+    """Whatever byte is wrong, an archive is read or refused in words."""
+    path = tmp_path / "in.npz"
+    for save_as in (np.savez, np.savez_compressed):
+        save_as(path, **{name: rng.standard_normal((2, 3)).astype(np.float32) for name in "qkv"})
+        whole = path.read_bytes()
+        refusals = 0
+        for place in rng.choice(len(whole), 150, replace=False):
+            data = bytearray(whole)
+            data[place] ^= 1 << int(rng.integers(8))
+            path.write_bytes(data)
+            try:
+                cli._read_arrays(path)
+            except cli._InputError as error:
+                refusals += 1
+                assert str(path) in str(error) and "\n" not in str(error)
+            except MemoryError:  # a shape that was made larger; it says how much
+                pass
+        assert refusals > 20
+
+
+def test_run_an_archive_that_the_system_cannot_read(capsys, monkeypatch, files):
+    def fails(*arguments, **options):
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(np, "load", fails)
+    refused(capsys, ["run", files[0], "-o", files[1]], f"{files[0]}: Input/output error")
+
+
 def test_run_q_offset_in_one_place(capsys, tmp_path, qkv):
     path = save(tmp_path / "in.npz", **qkv, q_offset=np.array(3))
     refused(capsys, ["run", path, "-o", str(tmp_path / "out.npz"), "--q-offset", "3"], "q_offset")
@@ -567,6 +679,56 @@ def test_explain_a_huge_shape_takes_no_memory(capsys):
     shape = "64,128,8,1000000,1000000,128"
     assert main(["explain", "--shape", shape, "--arch", "sm_90", "--dtype", "float16"]) == 0
     assert "TiB" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--arch", "sm_90", "--causal"],
+        ["--arch", "sm_90", "--direction", "backward", "--window", "9,5", "--q-offset", "3"],
+        [*TILED, "--causal", "--algorithm", "standard"],
+        ["--direction", "backward", "--deterministic", "--layout", "bthd"],
+    ],
+)
+def test_explain_a_large_batch_is_counted_once(capsys, flags):
+    """B times the traffic of one sequence, at once and without memory for each."""
+    batch, out = 10**9, {}
+    for size in (1, batch):
+        assert main(["explain", "--shape", f"{size},8,8,64,64,64", *flags]) == 0
+        out[size] = capsys.readouterr().out
+    rows = {size: re.findall(r"^(\w+) +(\d+) +(\d+)$", text, re.MULTILINE) for size, text in out.items()}
+    assert len(rows[1]) > 4
+    assert rows[batch] == [(name, *(str(int(n) * batch) for n in counts)) for name, *counts in rows[1]]
+    assert f"B = {batch}" in out[batch]
+
+
+def test_explain_long_sequences_are_not_walked_through(capsys):
+    """Every number is exact, past 64 bits too."""
+    T = 10**16
+    assert main(["explain", "--shape", f"1,2,2,{T},{T},4", "--arch", "sm_90", "--causal"]) == 0
+    out = capsys.readouterr().out
+    loads = {name: int(n) for name, n in re.findall(r"^(\w+) +(\d+) +0$", out, re.MULTILINE)}
+    (br, bc) = map(int, *re.findall(r"^Br = (\d+), Bc = (\d+)", out, re.MULTILINE))
+    assert T % br == br % bc == 0
+    assert loads["Q"] == 2 * T * 4
+    assert loads["K"] == loads["V"] == 2 * 4 * br * (T // br) * (T // br + 1) // 2  # block t sees (t + 1) br keys
+
+
+@pytest.mark.parametrize(
+    ("shape", "flags", "array"),
+    [
+        ("1,1,1,4611686018427387904,4,64", [], "q"),
+        ("1,1,1,4,4611686018427387904,64", [], "k"),
+        ("1,1,1,9223372036854775808,1,1", [], "q"),
+        ("9223372036854775808,1,1,1,1,1", ["--arch", "sm_90", "--causal"], "q"),
+        ("0,1,1,9223372036854775808,1,1", [], "q"),
+        (f"1,1,1,1,1,{10**1000}", [], "q"),
+        ("1,1,1,4,1000000000,1", ["--dv", "4000000000"], "v"),
+        ("1,1,1,1000000000,4,1", ["--dv", "4000000000"], "out"),
+    ],
+)
+def test_explain_sizes_that_no_array_has(capsys, shape, flags, array):
+    refused(capsys, ["explain", "--shape", shape, *flags], "--shape", f": {array} ", "2**63 - 1 bytes")
 
 
 def test_explain_needs_a_gpu_or_a_name(capsys, no_gpu):
@@ -629,7 +791,8 @@ def test_info_without_cupy(capsys, monkeypatch, no_gpu):
     assert main(["info"]) == 0
     text = " ".join(capsys.readouterr().out.split())
     assert "GPU none: CuPy cannot be imported" in text and "; the driver lists NVIDIA Thing " in text
-    assert "cupy_raw does not load: cupy is not installed" in text and "CUDA " not in text.partition("backends")[0]
+    assert "cupy_raw does not load: needs cupy, which is not installed" in text
+    assert "CUDA " not in text.partition("backends")[0]
     assert "cupy_raw not kept: there is no home folder (RAWFLASH_CACHE_DIR names one)" in text
 
 
@@ -643,7 +806,7 @@ def test_info_with_a_broken_cupy(tmp_path, text):
     command = [sys.executable, "-m", "rawflash", "info"]
     done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": path})
     assert done.returncode == 0 and "Traceback" not in done.stderr
-    for words in ("GPU          none: CuPy cannot ", "cupy_raw     does not load: CuPy cannot "):
+    for words in ("GPU          none: CuPy cannot ", "cupy_raw     does not load: has no device here: CuPy "):
         assert words in done.stdout
 
 
@@ -653,7 +816,7 @@ def test_info_without_numba(capsys, monkeypatch):
         monkeypatch.delitem(sys.modules, name)
     assert main(["info"]) == 0
     out = capsys.readouterr().out
-    assert "does not load: numba is not installed; pip install numba" in " ".join(out.split())
+    assert "does not load: needs numba, which is not installed; pip install numba" in " ".join(out.split())
 
 
 # ---- the whole program
@@ -671,6 +834,82 @@ def test_help_and_version(capsys):
 def test_importing_the_command_line_is_light():
     code = "import sys, rawflash.cli; assert not {'rich', 'numba', 'cupy'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize("stream", ["stdout", "stderr"])
+@pytest.mark.parametrize(
+    ("arguments", "code"),
+    [
+        (["info"], 0),
+        (SMALL, 0),
+        (["explain", "--shape", "1,1,1,64,64,8"], 0),
+        (["explain", "--shape", "1,8,3,64,64,8"], cli.BAD_INPUT),
+        (["bogus"], cli.BAD_INPUT),
+        (["--help"], 0),
+    ],
+)
+def test_a_closed_stream_changes_nothing_else(capsys, monkeypatch, stream, arguments, code):
+    """What Python makes of ``>&-`` and ``2>&-`` is None."""
+    assert main(arguments) == code
+    whole = capsys.readouterr()
+    with monkeypatch.context() as closed:
+        closed.setattr(sys, stream, None)
+        assert main(arguments) == code
+        assert getattr(sys, stream) is None
+    rest = capsys.readouterr()
+    for name in ("out", "err"):
+        written = getattr(rest, name)
+        assert bool(written) == (stream != f"std{name}" and bool(getattr(whole, name))), written
+
+
+@pytest.mark.skipif(os.name != "posix", reason="a POSIX shell closes them")
+def test_closed_streams_of_a_process(files):
+    command = ["run", files[0], "-o", files[1], *TILED]
+    done = subprocess.run(
+        ["sh", "-c", 'exec "$@" >&- 2>&-', "sh", sys.executable, "-m", "rawflash", *command], capture_output=True
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, b"", b"")
+    with np.load(files[1]) as results:
+        assert set(results.files) == {"out", "lse"}
+
+
+WITH_COMPILERS = """
+import time
+from rawflash.cli import _compiling
+with _compiling(["fa1"], 8) as processes:
+    print(*(process.pid for process in processes), flush=True)
+    time.sleep(60)
+"""
+
+
+def running(pid):
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/stat"), reason="reads Linux's /proc")
+@pytest.mark.parametrize("end", [signal.SIGTERM, signal.SIGKILL])
+def test_compilers_go_with_their_parent(tmp_path, end):
+    environment = os.environ | {"NUMBA_CACHE_DIR": str(tmp_path)}  # empty: there is much to compile
+    command = [sys.executable, "-c", WITH_COMPILERS]
+    parent = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
+    try:
+        pids = [int(pid) for pid in parent.stdout.readline().split()]
+        time.sleep(2)
+        assert len(pids) == 2 and all(map(running, pids))
+    finally:
+        parent.send_signal(end)
+        parent.communicate()
+    give_up = time.monotonic() + 10
+    while any(map(running, pids)) and time.monotonic() < give_up:
+        time.sleep(0.05)
+    left = [pid for pid in pids if running(pid)]
+    for pid in left:
+        os.kill(pid, signal.SIGKILL)
+    assert not left
 
 
 @pytest.mark.skipif(os.name != "posix", reason="signals and pipes are POSIX's")

@@ -1,4 +1,4 @@
-"""Every kernel of cupy_raw against the oracle, without a GPU: run by emulator.py, barriers, warps and all.
+"""Every kernel of cupy_raw against the oracle, without a GPU (-m emulated): emulator.py has barriers, warps and all.
 
 What it cannot see: speed, ptxas, the order in which real threads run (two orders are tried), 16-byte alignment faults.
 """
@@ -21,6 +21,7 @@ import rawflash as rf
 from rawflash import masks as M
 from rawflash.backends.cupy_raw import compile, launch
 
+pytestmark = pytest.mark.emulated
 ALGORITHMS = ("fa1", "fa2")
 
 

@@ -141,6 +141,7 @@ AWKWARD = {
     "scale 0": dict(Tq=20, scale=0.0),
     "negative scale": dict(Tq=20, scale=-0.7),
     "dropout": dict(Tq=20, dropout=0.3, seed=5),
+    "hardly any dropped": dict(Tq=20, dropout=2e-10),  # none, but all are divided by the chance to be kept
     "nearly all dropped": dict(Tq=20, dropout=0.99, seed=2**64 - 1),
     "many tiles": dict(B=1, Tq=307, Tk=293, d=16, sram=16384),
     "many tiles, causal": dict(B=1, Tq=293, Tk=307, d=16, sram=16384, causal=True),

@@ -610,3 +610,47 @@ def test_rounding_to_bfloat16():
     np.testing.assert_array_equal(
         accuracy._round(x, "bfloat16"), x.astype(ml_dtypes.bfloat16).astype(np.float64)
     )
+
+
+class DLPackOnly:
+    """An array that NumPy can take in, but not look into as an array of its own."""
+
+    def __init__(self, array):
+        self.array = array
+
+    def __dlpack__(self, **options):
+        return self.array.__dlpack__(**options)
+
+    def __dlpack_device__(self):
+        return self.array.__dlpack_device__()
+
+
+def test_arrays_of_other_libraries():
+    q, k, v, dout = arrays((3, 4), (5, 4), (5, 4), seed=19)
+    bias, mask, lengths = np.arange(15.0).reshape(3, 5), np.tri(3, 5, 1, dtype=bool), dict(kv_lengths=np.array([4]))
+    options = dict(bias=bias, mask=mask, **lengths)
+    expected = oracle.attention(q, k, v, **options)
+    for name, value in options.items():
+        given = options | {name: DLPackOnly(value)}
+        np.testing.assert_array_equal(oracle.attention(q, k, v, **given), expected)
+    wrapped = [DLPackOnly(a) for a in (dout, q, k, v)]
+    expected = oracle.attention_backward(dout, q, k, v, None, None)
+    for have, want in zip(oracle.attention_backward(*wrapped, None, None), expected, strict=True):
+        np.testing.assert_array_equal(have, want)
+
+
+@pytest.mark.parametrize(
+    "replaced, words",
+    [
+        (dict(wrt=("x",)), "wrt is"),
+        (dict(wrt=("bias",)), "expected bias= to be passed"),
+        (dict(dout=np.ones((3, 3, 4))), "dout has shape"),
+        (dict(dlse=np.ones((4, 3))), "dlse has shape"),
+    ],
+)
+def test_bad_gradients_are_refused(replaced, words):
+    q, k, v, dout = arrays((2, 3, 4), (2, 5, 4), (2, 5, 4), seed=19)
+    good = dict(dout=dout, q=q, k=k, v=v, o=None, lse=None)
+    oracle.attention_backward(**good)
+    with pytest.raises(ValueError, match=words):
+        oracle.attention_backward(**good | replaced)

@@ -2,12 +2,15 @@
 
 import subprocess
 import sys
+import types
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 import rawflash as rf
 from rawflash import hardware, tiling, traffic
+from rawflash.backends import lookup, why_not
 from rawflash.plan import Plan, plan, size_text
 from rawflash.problem import Problem, check
 
@@ -137,7 +140,7 @@ def test_missing_numba_is_told(monkeypatch):
     monkeypatch.setitem(sys.modules, "numba", None)
     q, k, v = arrays_of(1, 64, 16)
     made = rf.explain(q, k, v, backend="numba_cpu")
-    assert "numba is not installed" in made.unavailable and "not here" in str(made)
+    assert "needs numba, which is not installed" in made.unavailable and "not here" in str(made)
 
 
 @pytest.mark.parametrize(
@@ -160,6 +163,62 @@ def test_a_call_that_would_be_refused(error, options):
 def test_a_gpu_backend_without_a_chip():
     with pytest.raises(rf.BackendError, match="name a chip"):
         plan(Problem(backend="cupy_raw"))
+
+
+@pytest.fixture
+def a_gpu(monkeypatch):
+    """A CuPy that sees a GPU."""
+    cuda = types.SimpleNamespace(is_available=lambda: True, runtime=types.SimpleNamespace(getDevice=lambda: 0))
+    monkeypatch.setitem(sys.modules, "cupy", types.SimpleNamespace(cuda=cuda))
+    monkeypatch.setattr(hardware, "_gpu", lambda device: hardware.CHIPS["sm_90"])
+
+
+@pytest.mark.parametrize("sizes", [dict(d=512, dv=64), dict(d=64, dv=257), dict(d=256, dv=256)])
+def test_plan_refuses_what_the_call_refuses(a_gpu, sizes):
+    problem = Problem(Tq=64, Tk=64, **sizes, backend="cupy_raw")
+    made = plan(problem, "forward", hardware.chip("sm_90"))
+    reason = why_not("cupy_raw", problem)
+    assert made.unavailable == reason
+    assert (reason is None) == (max(sizes.values()) <= 256)
+    if reason is not None:
+        assert f"has head dimensions up to 256; d is {problem.d}, dv is {problem.dv}" in reason
+        assert "not here" in str(made)
+        with pytest.raises(rf.BackendError, match="up to 256") as refusal:
+            lookup(problem, "forward")
+        assert str(refusal.value) == f"backend 'cupy_raw' {reason}"
+    other = dict(plan(replace(problem, backend="numba_cpu"), "forward").refused)["cupy_raw"]
+    assert other == (reason or "takes NVIDIA GPU arrays; this call has CPU arrays")
+
+
+@pytest.mark.parametrize(("name", "needs"), [("numba_cpu", "numba"), ("cupy_raw", "cupy")])
+def test_lookup_says_what_plan_says_is_missing(monkeypatch, name, needs):
+    monkeypatch.setitem(sys.modules, needs, None)
+    problem = Problem(backend=name)
+    with pytest.raises(rf.BackendError) as refusal:
+        lookup(problem, "forward")
+    assert str(refusal.value) == f"backend {name!r} {why_not(name, problem)}"
+    assert f"needs {needs}, which is not installed; pip install " in str(refusal.value)
+
+
+def test_one_entry_of_a_visibility_stands_for_every_sequence():
+    q, k, v = arrays_of(1, 2, 48, 8)
+    problem, x = check(q, k, v, causal=True, q_offset=3)
+    once = plan(problem, visibility=x.visibility)
+    often = plan(replace(problem, B=10**9), visibility=x.visibility)
+    assert often.traffic.elements == once.traffic.elements * 10**9
+    assert often.traffic.flops == once.traffic.flops * 10**9
+    assert often.dense_bytes == once.dense_bytes * 10**9
+    assert plan(replace(problem, B=0), visibility=x.visibility).traffic.elements == 0
+
+
+def test_sizes_past_64_bits_are_exact():
+    T = 1 << 40
+    problem = Problem(B=2, Hq=3, Hkv=3, Tq=T, Tk=T)
+    whole = plan(problem)
+    assert whole.dense_bytes == 2 * 3 * T * T * 4 and whole.traffic.flops == 2 * 3 * T * T * (2 + 3 + 2)
+    br = plan(replace(problem, causal=True)).tiles.br
+    visited = traffic.visits(replace(problem, causal=True), br, br)
+    assert visited.pairs == 6 * (T // br) * (T // br + 1) // 2 and visited.cells == visited.pairs * br * br
 
 
 def test_explain_imports_no_compiler():

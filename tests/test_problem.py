@@ -99,6 +99,8 @@ FUNCTIONS = {
     "vjp": (rf.attention_vjp, good_vjp),
     "merge": (rf.merge_attention, good_merge),
     "dropout_mask": (rf.dropout_mask, good_dropout_mask),
+    "dense": (M.Dense, lambda: dict(array=[[True, False]])),
+    "prefix": (M.Prefix, lambda: dict(length=3)),
 }
 
 F16, F64 = np.float16, np.float64
@@ -161,6 +163,20 @@ BAD = {
         ["v", "bfloat16"],
     ),
     "ragged q as bytes": ("forward", dict(q=b"12345678"), ["q"]),
+    # numbers that the dtype of the computation cannot hold: they would come out as NaN
+    "softcap too large": ("forward", dict(softcap=1e39), ["softcap is 1e+39", "float32"]),
+    "softcap too small": ("forward", dict(softcap=1e-50), ["softcap is 1e-50", "float32"]),
+    "scale too large": ("forward", dict(scale=-1e300), ["scale is -1e+300", "float32"]),
+    "scale too small": ("forward", dict(scale=1e-45), ["scale is 1e-45", "float32"]),
+    "softcap too small for float64": (
+        "forward",
+        dict(q=arr(4, 2, dtype=F64), k=arr(4, 2, dtype=F64), v=arr(4, 2, dtype=F64), out=None, softcap=1e-310),
+        ["softcap is 1e-310", "float64"],
+    ),
+    "q_lengths a number": ("forward", dict(q_lengths=3), ["q_lengths is 3", "(B,) = (2,)"]),
+    "mask of ragged lists": ("dense", dict(array=[[True], [True, False]]), ["mask", "ragged"]),
+    "mask with a mask": ("dense", dict(array=np.ma.masked_equal([True, False], False)), ["mask", "masked"]),
+    "prefix too large": ("prefix", dict(length=np.array(2**63 + 5, np.uint64)), ["prefix", "2**63"]),
     # layout
     "layout unknown": ("forward", dict(layout="bhdt"), ["layout", "bhdt", "bhtd", "bthd"]),
     "layout None": ("forward", dict(layout=None), ["layout", "None"]),
@@ -396,6 +412,7 @@ BAD = {
         ["cu_seqlens_q", "float64"],
     ),
     "cu_seqlens empty": ("varlen", dict(cu_seqlens_q=np.zeros(0, int)), ["cu_seqlens_q", "(0,)", "(B + 1,)"]),
+    "cu_seqlens of an empty list": ("varlen", dict(cu_seqlens_q=[]), ["cu_seqlens_q", "(0,)", "(B + 1,)"]),
     "cu_seqlens with two axes": ("varlen", dict(cu_seqlens_q=[[0, 4, 9]]), ["cu_seqlens_q", "(1, 3)"]),
     "cu_seqlens ragged": ("varlen", dict(cu_seqlens_q=[[0], [4, 9]]), ["cu_seqlens_q"]),
     "cu_seqlens of other batch": ("varlen", dict(cu_seqlens_k=[0, 11]), ["cu_seqlens_k", "(2,)", "(3,)"]),
@@ -451,6 +468,13 @@ BAD = {
     "dropout_mask: negative size": ("dropout_mask", dict(shape=(1, 2, -3, 4)), ["shape", "-3"]),
     "dropout_mask: float size": ("dropout_mask", dict(shape=(1, 2, 3.0, 4)), ["shape", "3.0"]),
     "dropout_mask: one number": ("dropout_mask", dict(shape=4), ["shape", "4"]),
+    "dropout_mask: an array without axes": ("dropout_mask", dict(shape=np.array(3)), ["shape", "four ints"]),
+    "dropout_mask: more than memory has": ("dropout_mask", dict(shape=(1, 1, 1, 2**70)), ["shape", "2**61"]),
+    "merge arrays without axes": (
+        "merge",
+        dict(outs=[np.array(1, np.float32)] * 2, lses=[np.array(1, np.float32)] * 2),
+        ["outs", "()"],
+    ),
 }
 if torch is not None:
     BAD |= {
@@ -463,6 +487,24 @@ if torch is not None:
             "forward",
             dict(v=torch.zeros(B, HKV, TK, DV, requires_grad=True)),
             ["v", "grad"],
+        ),
+        "torch tensor of eight bits": (
+            "forward",
+            dict(q=torch.zeros(B, HQ, TQ, D).to(torch.float8_e4m3fn), out=None),
+            ["q is a Tensor", "NumPy"],
+        ),
+        "torch tensor that is a lazy negative": (
+            "forward",
+            dict(q=torch.zeros(B, HQ, TQ, D, dtype=torch.complex64).conj().imag, out=None),
+            ["q is a Tensor", "NumPy"],
+        ),
+        "out that repeats its elements": (
+            "forward",
+            dict(
+                q=torch.zeros(2, 4, 8), k=torch.zeros(2, 4, 8), v=torch.zeros(2, 4, 8),
+                out=torch.zeros(1).expand(2, 4, 8),
+            ),
+            ["out has strides (0, 0, 0)"],
         ),
         "torch tensor without memory": (
             "forward",
@@ -493,7 +535,8 @@ def everything(call):
             elif torch is not None and (
                 isinstance(item, torch.Tensor) and item.device.type == "cpu" and item.layout == torch.strided
             ):
-                found[name, n] = item.detach().numpy().tobytes()
+                bits = item.detach().resolve_neg().reshape(-1).contiguous().view(torch.uint8)
+                found[name, n] = bits.numpy().tobytes()
     return found
 
 
@@ -543,6 +586,43 @@ def test_errors_leave_out_alone(replaced):
     with pytest.raises(rf.RawflashError):
         rf.attention(**call | replaced)
     assert (call["out"] == 7.0).all()
+
+
+@pytest.mark.parametrize("method", ["visible", "tile"])
+def test_a_mask_of_the_users_that_raises_leaves_out_alone(method):
+    class Raises(M.Mask):
+        def visible(self, b, h, i, j, q_offset):
+            return np.broadcast_to(True, np.broadcast_shapes(np.shape(i), np.shape(j)))
+
+        def boom(self, *where):
+            raise ZeroDivisionError
+
+    setattr(Raises, method, Raises.boom)
+    call = good_forward()
+    with pytest.raises(ZeroDivisionError):
+        rf.attention(**call | dict(mask=Raises(), backend="numpy_tiled"))
+    assert (call["out"] == 7.0).all()
+
+
+def test_a_mask_of_the_users_needs_no_tile_classes():
+    class Odd(M.Mask):
+        def visible(self, b, h, i, j, q_offset):
+            return np.broadcast_arrays((i + j) % 2 == 1, b + h)[0]
+
+    call = good_forward()
+    odd = (np.arange(TQ)[:, None] + np.arange(TK)) % 2 == 1
+    expected = rf.attention(**call | dict(mask=odd, out=None))
+    np.testing.assert_allclose(rf.attention(**call | dict(mask=Odd(), backend="numpy_tiled")), expected, atol=1e-6)
+
+
+@pytest.mark.parametrize("which", ["q", "k", "v", "sinks"])
+def test_a_pullback_needs_its_inputs(which):
+    x = {"q": arr(2, 4, 4), "k": arr(2, 4, 4), "v": arr(2, 4, 4), "sinks": arr(2)}
+    home = x[which] if which != "sinks" else np.zeros((2, 4, 4), np.float32)
+    if which == "sinks":
+        x["sinks"] = home.reshape(-1)[:2]
+    with pytest.raises(rf.ProblemError, match="out overlaps an input"):
+        rf.attention_vjp(x["q"], x["k"], x["v"], sinks=x["sinks"], out=home)
 
 
 # ---- backends -----------------------------------------------------------------------------------------

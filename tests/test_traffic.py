@@ -1,5 +1,7 @@
 """What numpy_tiled counts is what the closed forms say, and what the papers say."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -7,6 +9,7 @@ from hypothesis import strategies as st
 from strategies import problems, varlen_problems
 
 import rawflash as rf
+from rawflash import masks
 from rawflash.arrays import Result
 from rawflash.backends import lookup
 from rawflash.backends.numpy_tiled.fa2_backward import fa2_backward
@@ -224,6 +227,24 @@ def test_causal_visits_the_lower_triangle():
     p = Problem(Tq=64, Tk=64, causal=True)
     assert visits(p, 16, 16).pairs == 4 + 3 + 2 + 1
     assert visits(p, 16, 16, dense=True).pairs == 16
+
+
+@given(
+    st.tuples(st.integers(0, 40), st.integers(0, 40), st.integers(-50, 50)),
+    st.tuples(st.integers(1, 11), st.integers(1, 11)),
+    st.none() | st.integers(-30, 30),
+    st.none() | st.integers(0, 30),
+)
+def test_bands_are_counted_as_their_blocks_are(sizes, blocks, lower, width):
+    """The closed forms against a walk over every pair of blocks: any band, offset and ragged blocks."""
+    rows, keys, offset = sizes
+    band = masks.Band(lower, None if width is None else width + (-30 if lower is None else lower))
+    lengths = np.array([offset]), np.array([rows]), np.array([keys])
+    seen = masks.Visibility(band, None, *lengths)
+    walked = masks.Visibility(masks.Band(None, None), band, *lengths)
+    problem = Problem(Hq=3, Hkv=3, Tq=rows, Tk=keys)
+    assert visits(problem, *blocks, seen) == replace(visits(problem, *blocks, walked), masked=0)
+    assert visits(problem, *blocks, seen, dense=True).cells == 3 * rows * keys
 
 
 def test_records_print_and_compare():

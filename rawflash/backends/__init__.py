@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -68,14 +69,19 @@ BACKENDS = {
 }
 
 
+SMALLEST = Problem()  # fa2 and a head dimension of 1: what refuses it refuses everything
+
+
 def unavailable(name: str, why: str) -> BackendError:
     """The error for a backend that cannot take a call."""
     row = BACKENDS[name]
     if row.module is None:
-        return BackendError(
-            f"backend {name!r} takes {row.runs_on} and is not in this version of rawflash: {why}; {row.instead}"
-        )
+        return BackendError(f"backend {name!r} {_without_kernels(row, why)}")
     return BackendError(f"backend {name!r} takes {row.runs_on}: {why}; pass {row.runs_on}, or another backend=")
+
+
+def _without_kernels(row: Backend, why: str) -> str:
+    return f"takes {row.runs_on} and is not in this version of rawflash: {why}; {row.instead}"
 
 
 def lookup(problem: Problem, direction: str, device: int | None = None) -> tuple[Callable[..., None], Chip]:
@@ -91,22 +97,12 @@ def lookup(problem: Problem, direction: str, device: int | None = None) -> tuple
     Raises
     ------
     BackendError
-        The backend cannot load, or has no such algorithm; the message says who has it.
+        The backend cannot run the problem, see :func:`why_not`, or cannot load.
     """
+    reason = why_not(problem.backend, problem)
+    if reason is not None:
+        raise BackendError(f"backend {problem.backend!r} {reason}")
     row = BACKENDS[problem.backend]
-    if row.module is None:
-        raise unavailable(problem.backend, "it has no kernels yet")
-    if problem.algorithm not in row.algorithms:
-        having = {n: other for n, other in BACKENDS.items() if problem.algorithm in other.algorithms and other.module}
-        raise BackendError(
-            f"backend {problem.backend!r} has no algorithm {problem.algorithm!r}; {', '.join(having)} has it, "
-            f"for {', '.join({other.runs_on for other in having.values()})}"
-        )
-    if row.largest_head is not None and max(problem.d, problem.dv) > row.largest_head:
-        raise BackendError(
-            f"backend {problem.backend!r} has head dimensions up to {row.largest_head}; d is {problem.d}, "
-            f"dv is {problem.dv}; numba_cpu and numpy_tiled have no limit, for CPU arrays"
-        )
     name = f"{problem.algorithm}_{direction}"
     try:
         module = importlib.import_module(f"{row.module}.{name}")
@@ -115,20 +111,42 @@ def lookup(problem: Problem, direction: str, device: int | None = None) -> tuple
     return getattr(module, name), chip_of(problem.backend, device)
 
 
-def why_not(name: str, algorithm: str = "fa2") -> str | None:
-    """Why a backend cannot run an algorithm here, or None when it can; loads no kernel.
+def why_not(name: str, problem: Problem = SMALLEST) -> str | None:
+    """Why a backend cannot run a problem here, or None when it can; loads no kernel.
 
     Parameters
     ----------
     name : str
-        A key of :data:`BACKENDS`.
-    algorithm : str
+        A key of :data:`BACKENDS`; the problem's own backend is not looked at.
+    problem : Problem
+        Its algorithm and head dimensions count.
+
+    Returns
+    -------
+    str or None
+        What completes the sentence "backend ...".
     """
     row = BACKENDS[name]
     if row.module is None:
-        return str(unavailable(name, "it has no kernels yet"))
-    if algorithm not in row.algorithms:
-        return f"it has no algorithm {algorithm!r}, only {', '.join(row.algorithms)}"
-    if importlib.util.find_spec(row.needs) is None:
-        return f"{row.needs} is not installed; {row.instead}"
-    return why_no_gpu() if row.runs_on == GPU_ARRAYS else None
+        return _without_kernels(row, "it has no kernels yet")
+    if problem.algorithm not in row.algorithms:
+        having = {n: other for n, other in BACKENDS.items() if problem.algorithm in other.algorithms and other.module}
+        return (
+            f"has no algorithm {problem.algorithm!r}; {', '.join(having)} has it, "
+            f"for {', '.join({other.runs_on for other in having.values()})}"
+        )
+    if row.largest_head is not None and max(problem.d, problem.dv) > row.largest_head:
+        return (
+            f"has head dimensions up to {row.largest_head}; d is {problem.d}, dv is {problem.dv}; "
+            "numba_cpu and numpy_tiled have no limit, for CPU arrays"
+        )
+    if not _installed(row.needs):
+        return f"needs {row.needs}, which is not installed; {row.instead}"
+    missing = why_no_gpu() if row.runs_on == GPU_ARRAYS else None
+    return None if missing is None else f"has no device here: {missing}"
+
+
+def _installed(package: str) -> bool:
+    if package in sys.modules:  # it says what there is, at once
+        return sys.modules[package] is not None
+    return importlib.util.find_spec(package) is not None

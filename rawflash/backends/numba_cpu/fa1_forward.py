@@ -85,7 +85,7 @@ def _make_kernel(stamp: str, dtype: str):
                     # P = exp(S - m), l_new = alpha l + rowsum(P)
                     before[:n_i] = l[block, :n_i]
                     softmax_step(S, ld, n_i, n_j, m[block], l[block], alpha, shift)
-                    if size.keep_threshold > 0:
+                    if call.real.keep_scale != 1.0:
                         apply_dropout(call, S, ld, b, h, i0, n_i, j0, n_j, True)
                     # O = (l alpha O + P V) / l_new
                     for r in range(n_i):

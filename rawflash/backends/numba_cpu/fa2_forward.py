@@ -89,7 +89,7 @@ def _make_kernel(stamp: str, dtype: str):
                 # P = exp(S - m), l = alpha l + rowsum(P)
                 if softmax_step(S[first:], ld, n, n_j, m[first:], l[first:], alpha, shift):
                     scale_lanes(O[first:], ld, dv, n, alpha)
-                if size.keep_threshold > 0:
+                if call.real.keep_scale != 1.0:
                     apply_dropout(call, S[first:], ld, b, h, i, n, j0, n_j, True)
                 # O = alpha O + P V
                 load_rows(KV, dv, 1, call.v, call.k_starts[b], b, h // group, j0, n_j, dv, one)

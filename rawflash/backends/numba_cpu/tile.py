@@ -328,7 +328,7 @@ def make_work(call, zero):
         np.zeros(br * ldd, real), np.zeros(br * ldv, real),
         np.zeros(bc * ldd, real), np.zeros(padded(size.d, MR) * ldc, real), np.zeros(padded(size.dv, MR) * ldc, real),
         np.zeros(score, real), np.zeros(score, real),
-        np.zeros(score if size.keep_threshold > 0 else 0, real),
+        np.zeros(score if call.real.keep_scale != 1.0 else 0, real),
         np.zeros(score if call.real.softcap > 0 else 0, real),
         np.zeros(br * ldd, real), np.zeros(bc * ldd, real), np.zeros(bc * ldv, real),
         np.zeros((size.program_depth, max(size.br, size.bc)), np.uint8),
@@ -358,7 +358,7 @@ def backward_step(call, w, kind, by_band, b, h, i0, n_i, j0, n_j, dbias, dbias_s
     probabilities(w.P, ldc, n_i, n_j, w.lse)
     # dP = dO V^T
     gemm(w.dO, 0, ldv, 1, w.VT, 0, ldc, w.dS, 0, ldc, n_i, n_j, dv, False)
-    if call.size.keep_threshold > 0:
+    if call.real.keep_scale != 1.0:
         w.Z[:] = 1
         apply_dropout(call, w.Z, ldc, b, h, i0, n_i, j0, n_j, False)
         multiply(w.dS, w.Z, ldc, n_i, n_j)
