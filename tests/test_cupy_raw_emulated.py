@@ -141,6 +141,24 @@ def test_a_mask_of_too_many_parts_is_refused_before_anything_is_compiled(device,
         case.forward()
 
 
+@pytest.mark.parametrize("name", ["q_lengths", "kv_lengths", "q_offset", "alibi_slopes", "mask"])
+def test_out_may_overlap_what_is_no_matrix(device, name):
+    """These too are read while ``out`` is written."""
+    values = {
+        "q_lengths": np.array([3, 17]), "kv_lengths": np.array([2, 20]), "q_offset": np.array([1, -3]),
+        "alibi_slopes": np.array([[0.5], [0.25]]), "mask": np.tri(20, dtype=bool),
+    }[name]  # fmt: skip
+    case = on_device(make(B=2, Hq=1, Tq=20, d=16, causal=True))
+    out = emulator.to_device(np.zeros_like(case.q))
+    inside = out.reshape(-1).view(values.dtype)[: values.size].reshape(values.shape)
+    inside[...] = values
+    case.options[name] = emulator.to_device(values)
+    want, _ = case.forward()
+    case.options |= {name: inside, "out": out}
+    case.forward()
+    np.testing.assert_array_equal(out, want)
+
+
 def test_tables_of_the_host_are_waited_for_and_kept_by_other_streams(device, monkeypatch):
     """Lengths are copied to the device once, on the stream of the first call."""
     import cupy  # the emulator's
