@@ -43,7 +43,8 @@ class Plan:
     dense_bytes : int
         Bytes of one T x T matrix for all heads in the compute dtype, which a dense formula stores.
     copied : tuple of str
-        Arguments that the call would copy, because a kernel could not read them where they are.
+        Arguments that the call would copy, because a kernel could not read them where they are; "out" if
+        it cannot be written where it is.
     unavailable : str or None
         Why this backend cannot run the call here; None when it can.
     refused : tuple of (str, str)
@@ -105,7 +106,8 @@ class Plan:
             return "no argument"
         return (
             ", ".join(self.copied)
-            + ": the last axis is not contiguous, the axes cannot be viewed as asked, or elements are misaligned"
+            + ": the last axis is not contiguous, the axes cannot be viewed as asked, elements are misaligned, or "
+            "out shares memory with what is read"
         )
 
 
@@ -166,9 +168,8 @@ def explain(
     visibility = x.visibility
     if "mask" in x.addresses:  # its values are on the device: planned as if every key were visible
         visibility = replace(visibility, mask=None)
-    return plan(
-        problem, direction, device=x.device, visibility=visibility, wrt=x.wrt, copied=tuple(x.copied)
-    )
+    copied = (*x.copied, *(("out",) if x.out is not None and x.target is None else ()))
+    return plan(problem, direction, device=x.device, visibility=visibility, wrt=x.wrt, copied=copied)
 
 
 def plan(

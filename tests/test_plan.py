@@ -89,6 +89,14 @@ def test_copies_are_told():
     assert "copied   q, v" in str(made)
 
 
+def test_a_copy_into_out_is_told():
+    q, k, v = arrays_of(1, 64, 32)
+    run = dict(backend="numpy_tiled")
+    assert rf.explain(q, k, v, out=np.zeros_like(q), **run).copied == ()
+    assert rf.explain(q, k, v, out=np.zeros((1, 64, 64), q.dtype)[..., ::2], **run).copied == ("out",)
+    assert "copied   out: " in str(rf.explain(q, k, v, out=q, **run))
+
+
 def test_layout_is_a_view():
     q, k, v = arrays_of(2, 64, 4, 32)
     made = rf.explain(q, k, v, layout="bthd")
