@@ -913,9 +913,13 @@ def check_parts(outs: Any, lses: Any) -> tuple[arrays.Source, list[Any], list[An
 def check_dropout(p: Any, seed: Any, shape: Any) -> tuple[float, int, tuple[int, int, int, int]]:
     """Check the arguments of ``dropout_mask``."""
     rule = "four ints (B, Hq, Tq, Tk), each >= 0"
-    if not isinstance(shape, (tuple, list)) or len(shape) != 4:
+    try:
+        given = tuple(shape)
+    except TypeError:  # a number, an array without axes
+        given = ()
+    if len(given) != 4:
         raise _fail("shape", shape, rule)
-    sizes = tuple(_integer("shape", n, 0, None, rule) for n in shape)
+    sizes = tuple(_integer("shape", n, 0, None, rule) for n in given)
     if math.prod(sizes) >= FARTHEST:
         raise _fail("shape", shape, "fewer than 2**61 elements")
     return _probability("p", p), _seed(seed), (sizes[0], sizes[1], sizes[2], sizes[3])
