@@ -1,10 +1,15 @@
 """Time the GPU kernels beside PyTorch and dense CuPy, in one process, and write a record.
 
     python bench/gpu.py                     # every table, record in bench/results/
+    python bench/gpu.py --only peers        # some tables: host_overhead, peers, against_dense, doubles
     python bench/gpu.py --tune 128 float32  # blocks by hand for one head dimension: which are fastest
 
 Device time: calls queued between two events, kernels alternating round by round (burst), and each for a while on its
 own (sustained); medians. FLOPs: 4 B H T^2 d forward, half of it when causal, 2.5 times that backward.
+Results are compared with the peer's before any timing counts.
+
+The record is written anew after every row. A row that fails has its error in it, and the others go on; rows that
+``--seconds`` leaves no time for are listed as "not run". The exit status is 1 if there are such rows.
 """
 
 from __future__ import annotations
@@ -18,8 +23,12 @@ import pathlib
 import platform
 import statistics
 import subprocess
+import sys
 import time
+import traceback
+from contextlib import suppress
 from dataclasses import replace
+from functools import cache
 
 import cupy
 import numpy as np
@@ -31,6 +40,8 @@ from rawflash.backends import lookup
 from rawflash.problem import check
 
 QUEUED = 8
+CLOSE = 1e-3  # largest difference from a peer's result, as a part of its largest number
+RESULTS = pathlib.Path(__file__).resolve().parent / "results"
 
 
 def flops(B, H, T, d, causal, backward=False):
@@ -100,11 +111,12 @@ def dense(x, causal):
     q, k, v, _ = (cupy.from_dlpack(a) for a in x)
     scale = q.dtype.type(1 / math.sqrt(q.shape[-1]))
     hidden = ~cupy.tri(q.shape[2], k.shape[2], dtype=bool)
+    minus_infinity = q.dtype.type(-math.inf)
 
     def call():
         s = cupy.matmul(q, k.swapaxes(-1, -2)) * scale
         if causal:
-            s = cupy.where(hidden, -cupy.inf, s)
+            s = cupy.where(hidden, minus_infinity, s)
         p = cupy.exp(s - s.max(axis=-1, keepdims=True))
         return cupy.matmul(p / p.sum(axis=-1, keepdims=True), v)
 
@@ -112,17 +124,23 @@ def dense(x, causal):
 
 
 def extra_bytes(call):
-    """Most device memory that a call takes beside its inputs."""
+    """Most device memory that a call takes beside its inputs and its result."""
     pool = cupy.get_default_memory_pool()
-    result = call()
-    del result
+    call()
     pool.free_all_blocks()
     before = pool.total_bytes()
     result = call()
     cupy.cuda.get_current_stream().synchronize()
-    taken = pool.total_bytes() - before
-    del result
-    return taken
+    return pool.total_bytes() - before - result.nbytes
+
+
+def compare(ours, theirs):
+    """Arrays of both calls, one or several each, are the same but for rounding."""
+    ours, theirs = ((x,) if hasattr(x, "shape") else x for x in (ours, theirs))
+    for a, b in zip(ours, theirs, strict=False):  # PyTorch's tuples are longer: lse, seeds, the gradient of a bias
+        b = cupy.from_dlpack(b)
+        difference = float(cupy.abs(a - b).max()) / float(cupy.abs(b).max())
+        assert difference <= CLOSE, f"results differ by {difference:.1e}"
 
 
 def by_hand(x, causal, backward, br, bc, **options):
@@ -159,7 +177,11 @@ def tune(d, dtype, T=4096, tokens=16384):
             call = by_hand(x, causal, backward, br, bc)
             if call is None or br * d > 128 * 192 or br * bc > 128 * 160:
                 continue
-            time_ = burst({"": call}, 3)[""]
+            try:
+                time_ = burst({"": call}, 3)[""]
+            except rf.BackendError as error:  # no kernel has tiles of this size
+                print(f"br={br} bc={bc}: {str(error).splitlines()[-1]}", flush=True)
+                continue
             rows.append((flops(B, H, T, d, causal, backward) / time_ / 1e12, br, bc))
         for rate, br, bc in sorted(rows, reverse=True)[:14]:
             which = "backward" if backward else "forward"
@@ -167,9 +189,10 @@ def tune(d, dtype, T=4096, tokens=16384):
 
 
 def versions():
-    driver = subprocess.run(
-        ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"], capture_output=True, text=True
-    ).stdout.strip()
+    driver = "unknown"
+    with suppress(OSError, subprocess.SubprocessError):
+        query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+        driver = subprocess.run(query, capture_output=True, text=True, timeout=60).stdout.strip()
     name = cupy.cuda.runtime.getDeviceProperties(0)["name"].decode()
     return {
         "gpu": name, "driver": driver, "rawflash": rf.__version__, "cupy": cupy.__version__, "torch": torch.__version__,
@@ -178,104 +201,137 @@ def versions():
     }  # fmt: skip
 
 
-def peers():
+# ---- rows of the tables --------------------------------------------------------------------------------------
+
+
+def peer(d, T, causal, backward):
     """float32 beside PyTorch's memory-efficient attention."""
-    rows = []
-    for d, T in itertools.product((64, 128), (2048, 4096, 8192)):
-        B, H = 16384 // T, 2048 // d
-        x = inputs(B, H, T, d, "float32")
-        for causal, backward in itertools.product((False, True), (False, True)):
-            calls = {"rawflash": ours(x, causal, backward), "torch": efficient(x, causal, backward)}
-            work = flops(B, H, T, d, causal, backward) / 1e12
-            times = burst(calls)
-            steady = {name: sustained(call, 0.5) for name, call in calls.items()}
-            row = {"d": d, "T": T, "causal": causal, "backward": backward}
-            row |= {f"{name}_burst": round(work / t, 1) for name, t in times.items()}
-            row |= {f"{name}_sustained": round(work / t, 1) for name, t in steady.items()}
-            row["ratio"] = round(times["torch"] / times["rawflash"], 3)
-            print(row, flush=True)
-            rows.append(row)
-    return rows
+    B, H = 16384 // T, 2048 // d
+    x = inputs(B, H, T, d, "float32")
+    calls = {"rawflash": ours(x, causal, backward), "torch": efficient(x, causal, backward)}
+    compare(calls["rawflash"](), calls["torch"]())
+    work = flops(B, H, T, d, causal, backward) / 1e12
+    times = burst(calls)
+    steady = {name: sustained(call, 0.5) for name, call in calls.items()}
+    row = {"d": d, "T": T, "causal": causal, "backward": backward}
+    row |= {f"{name}_burst": round(work / t, 1) for name, t in times.items()}
+    row |= {f"{name}_sustained": round(work / t, 1) for name, t in steady.items()}
+    return row | {"ratio": round(times["torch"] / times["rawflash"], 3)}
 
 
-def against_dense():
-    rows = []
-    for B, H, T, d in ((4, 16, 4096, 128), (1, 8, 2048, 64)):
-        x = inputs(B, H, T, d, "float32")
-        for causal in (False, True):
-            calls = {"fa2": ours(x, causal), "fa1": ours(x, causal, algorithm="fa1"), "dense": dense(x, causal)}
-            times = burst(calls, 5)
-            row = {"shape": (B, H, T, d), "causal": causal}
-            row |= {f"{name}_ms": round(t * 1e3, 3) for name, t in times.items()}
-            row |= {f"{name}_bytes": extra_bytes(call) for name, call in calls.items()}
-            row["fa2_times"] = round(times["dense"] / times["fa2"], 2)
-            row["fa1_times"] = round(times["dense"] / times["fa1"], 2)
-            print(row, flush=True)
-            rows.append(row)
-    return rows
+def against_dense(B, H, T, d, causal):
+    x = inputs(B, H, T, d, "float32")
+    calls = {"fa2": ours(x, causal), "fa1": ours(x, causal, algorithm="fa1"), "dense": dense(x, causal)}
+    for name in ("fa2", "fa1"):
+        compare(calls[name](), calls["dense"]())
+    times = burst(calls, 5)
+    row = {"shape": (B, H, T, d), "causal": causal}
+    row |= {f"{name}_ms": round(t * 1e3, 3) for name, t in times.items()}
+    extra = {name: extra_bytes(call) for name, call in calls.items()}
+    row |= {f"{name}_extra_bytes": n for name, n in extra.items()}
+    for name in ("fa2", "fa1"):
+        row[f"{name}_times"] = round(times["dense"] / times[name], 2)
+        row[f"{name}_extra_share"] = round(extra[name] / extra["dense"], 5)
+    return row
 
 
-def doubles():
-    """float64 against the card's plain rate: a chain of fused multiply-adds in every thread."""
+@cache
+def plain_rate():
+    """The card's plain float64 rate: a chain of fused multiply-adds in every thread."""
     source = """extern "C" __global__ void chain(double* x) {
         double a[8]; for (int i = 0; i < 8; i++) a[i] = x[threadIdx.x] + i;
         for (int n = 0; n < 4096; n++) for (int i = 0; i < 8; i++) a[i] = fma(a[i], 0.999, 0.001);
         double s = 0; for (int i = 0; i < 8; i++) s += a[i]; x[threadIdx.x] = s; }"""
     chain, space = cupy.RawKernel(source, "chain"), cupy.zeros(256)
     blocks = 132 * 8 * 4
-    rate = blocks * 256 * 4096 * 8 * 2 / burst({"": lambda: chain((blocks,), (256,), (space,))})[""] / 1e12
-    rows = [{"plain_rate": round(rate, 1)}]
-    for d, T in ((64, 4096), (128, 4096)):
-        B, H = 8192 // T, 2048 // d
-        x = inputs(B, H, T, d, "float64")
-        for causal, backward in itertools.product((False, True), (False, True)):
-            time_ = burst({"": ours(x, causal, backward)}, 5)[""]
-            found = flops(B, H, T, d, causal, backward) / time_ / 1e12
-            rows.append({"d": d, "T": T, "causal": causal, "backward": backward, "tflops": round(found, 2),
-                         "share": round(found / rate, 3)})  # fmt: skip
-            print(rows[-1], flush=True)
-    return rows
+    return blocks * 256 * 4096 * 8 * 2 / burst({"": lambda: chain((blocks,), (256,), (space,))})[""] / 1e12
 
 
-def host_overhead():
+def doubles(d, T, causal, backward):
+    """float64 as a share of the plain rate."""
+    B, H = 8192 // T, 2048 // d
+    x = inputs(B, H, T, d, "float64")
+    time_ = burst({"": ours(x, causal, backward)}, 5)[""]
+    found = flops(B, H, T, d, causal, backward) / time_ / 1e12
+    return {"d": d, "T": T, "causal": causal, "backward": backward, "tflops": round(found, 2),
+            "plain_rate": round(plain_rate(), 1), "share": round(found / plain_rate(), 3)}  # fmt: skip
+
+
+def host_overhead(name):
     """Host time of a warm call: as many as fit the queue, the device doing next to nothing."""
     q = cupy.zeros((1, 1, 16, 16), np.float32)
     t = torch.zeros((1, 1, 16, 16), device="cuda")
     out, lse = rf.attention(q, q, q, return_lse=True)
-    calls = {
+    call = {
         "attention": lambda: rf.attention(q, q, q, causal=True),
         "attention, lse": lambda: rf.attention(q, q, q, return_lse=True),
         "attention, torch": lambda: rf.attention(t, t, t, causal=True),
         "attention_backward": lambda: rf.attention_backward(q, q, q, q, out, lse),
-    }
-    found = {}
-    for name, call in calls.items():
-        call()
-        best = math.inf
-        for _ in range(20):
-            cupy.cuda.get_current_stream().synchronize()
-            start = time.perf_counter()
-            for _ in range(200):
-                call()
-            best = min(best, (time.perf_counter() - start) / 200)
-        found[name] = round(best * 1e6, 2)
-    print("host microseconds", found, flush=True)
-    return found
+    }[name]
+    call()
+    best = math.inf
+    for _ in range(20):
+        cupy.cuda.get_current_stream().synchronize()
+        start = time.perf_counter()
+        for _ in range(200):
+            call()
+        best = min(best, (time.perf_counter() - start) / 200)
+    return {"call": name, "microseconds": round(best * 1e6, 2)}
+
+
+# Sizes that the project has set itself bounds for come first.
+SIZES = ((64, 2048), (128, 4096), (64, 4096), (128, 2048), (64, 8192), (128, 8192))
+BOTH = (False, True)
+TABLES = {  # name: what makes a row, and its arguments row by row
+    "host_overhead": (
+        host_overhead, [("attention",), ("attention, lse",), ("attention, torch",), ("attention_backward",)]
+    ),
+    "peers": (peer, [(*size, *how) for size in SIZES for how in itertools.product(BOTH, BOTH)]),
+    "against_dense": (
+        against_dense, [(*shape, causal) for shape in ((4, 16, 4096, 128), (1, 8, 2048, 64)) for causal in BOTH]
+    ),
+    "doubles": (doubles, [(d, 4096, *how) for d in (64, 128) for how in itertools.product(BOTH, BOTH)]),
+}  # fmt: skip
+
+
+def tables(names, out, seconds):
+    """Fill the tables and write the record after every row; how many rows have no figures."""
+    end, missing = time.monotonic() + seconds, 0
+    record = {"versions": versions()}
+    out.parent.mkdir(parents=True, exist_ok=True)
+    for name in names:
+        make, rows = TABLES[name]
+        record[name] = []
+        for arguments in rows:
+            start = time.monotonic()
+            if start > end:
+                row = {"arguments": arguments, "not run": f"{seconds} s are over"}
+            else:
+                try:
+                    row = make(*arguments)
+                except Exception as error:
+                    row = {"arguments": arguments, "error": f"{type(error).__name__}: {error}"}
+                    traceback.print_exc()
+            missing += "arguments" in row
+            record[name].append(row)
+            print(name, row, f"{time.monotonic() - start:.1f} s", flush=True)
+            out.write_text(json.dumps(record, indent=1) + "\n")
+    return missing
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tune", nargs=2, metavar=("d", "dtype"))
-    parser.add_argument("--out", default=f"bench/results/gpu-{datetime.date.today()}.json")
-    parser.add_argument("--only", nargs="*", default=("host_overhead", "peers", "against_dense", "doubles"))
+    parser.add_argument("--out", type=pathlib.Path, default=RESULTS / f"gpu-{datetime.date.today()}.json")
+    parser.add_argument("--only", nargs="+", choices=TABLES, default=list(TABLES))
+    parser.add_argument("--seconds", type=float, default=480, help="no row is begun after this time")
     args = parser.parse_args()
     if args.tune:
         tune(int(args.tune[0]), args.tune[1])
         return
-    record = {"versions": versions()}
-    for name in args.only:
-        record[name] = globals()[name]()
-    pathlib.Path(args.out).write_text(json.dumps(record, indent=1) + "\n")
+    missing = tables(args.only, args.out, args.seconds)
+    print(f"wrote {args.out}; rows without figures: {missing}")
+    sys.exit(missing > 0)
 
 
 if __name__ == "__main__":

@@ -6,11 +6,15 @@ every run; "thorough", at least 500 problems.
 """
 
 import os
+import time
+from itertools import product
 
 import gpu_record
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, settings
+
+import rawflash as rf
 
 EXAMPLES = int(os.environ.get("RAWFLASH_EXAMPLES", "30"))
 
@@ -26,6 +30,39 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE") or ("ci" if os.enviro
 def pytest_terminal_summary(terminalreporter, exitstatus, config):
     """After ``pytest -m gpu``: its record. Of xdist's processes only the one that has seen all reports gets here."""
     gpu_record.after_pytest(terminalreporter, exitstatus, config)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def compiled(request, tmp_path_factory):
+    """Of several processes each compiles some kernels of numba_cpu: all compiling all is half of a first run's time."""
+    config = request.config
+    if "PYTEST_XDIST_WORKER" not in os.environ or config.option.markexpr != "not gpu and not emulated":
+        return
+    folder = tmp_path_factory.getbasetemp().parent / "compiled"  # one for all processes of this run
+    folder.mkdir(exist_ok=True)
+    kernels = [f"{direction} {dtype}" for direction, dtype in product(("backward", "forward"), ("float32", "float64"))]
+    for name in kernels:
+        try:
+            (folder / name).mkdir()
+        except FileExistsError:  # another process compiles it
+            continue
+        try:
+            _compile(*name.split())
+        finally:
+            (folder / f"{name} done").touch()
+    end = time.monotonic() + 300
+    while time.monotonic() < end and not all((folder / f"{name} done").exists() for name in kernels):
+        time.sleep(0.1)
+
+
+def _compile(direction, dtype):
+    x = np.zeros((1, 2, 2), dtype)
+    for algorithm in ("fa1", "fa2"):
+        run = dict(algorithm=algorithm, backend="numba_cpu")
+        if direction == "forward":
+            rf.attention(x, x, x, **run)
+        else:
+            rf.attention_backward(x, x, x, x, x, np.zeros(x.shape[:2], dtype), **run)
 
 
 @pytest.fixture

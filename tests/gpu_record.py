@@ -9,6 +9,7 @@ import hashlib
 import json
 import platform
 import subprocess
+import warnings
 from collections import Counter
 from contextlib import suppress
 from importlib import metadata
@@ -41,7 +42,10 @@ def read():
 
 
 def write(record):
-    RECORD.write_text(json.dumps(record, indent=1) + "\n")
+    """The old record or the new one is there at any time, whatever ends this process."""
+    new = RECORD.with_suffix(".new")
+    new.write_text(json.dumps(record, indent=1) + "\n")
+    new.replace(RECORD)
 
 
 def verdict():
@@ -112,7 +116,9 @@ def after_pytest(terminalreporter, exitstatus, config):
     if reason is None:
         from test_gpu import PROBLEMS_A_SHARD, SHARDS
 
-        record = where() | {"drawn_problems": SHARDS * PROBLEMS_A_SHARD, "tests": counts(terminalreporter.stats)}
+        with warnings.catch_warnings(action="ignore"):  # an error by setup.cfg, and the record would be lost
+            record = where()
+        record |= {"drawn_problems": SHARDS * PROBLEMS_A_SHARD, "tests": counts(terminalreporter.stats)}
         if "sanitizer" in read():
             record["sanitizer"] = read()["sanitizer"]
         write(record)

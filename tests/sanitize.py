@@ -2,11 +2,13 @@
 
     python tests/sanitize.py                            # memcheck, racecheck, synccheck, initcheck
     python tests/sanitize.py --tools memcheck racecheck
+    python tests/sanitize.py --logs FOLDER              # keeps all that the tools say, a file for each
 
 A run of all tests would take hours: a sanitized kernel is 10 to 100 times slower. Here are small calls instead that
 reach every branch of the kernels (:func:`cases`), forward and backward, by both algorithms. Their results are
 compared with numpy_tiled, loosely: a tool must not call clean what did not run. First they run without a tool, which
-leaves the compiled kernels in the disk cache. The calls are shared out to processes.
+leaves the compiled kernels in the disk cache. Processes take the calls one by one until all are done, or until time
+is over; the record is written after each tool, and a tool is clean when it found nothing in *all* calls.
 
 CuPy's memory pool would hide overruns, since they end in other memory of the pool: each array here is an allocation
 of its own, with a margin behind it.
@@ -14,6 +16,7 @@ of its own, with a margin behind it.
 
 import argparse
 import datetime
+import glob
 import json
 import os
 import re
@@ -21,13 +24,16 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
+import traceback
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
 
 import gpu_record
 import numpy as np
-from gpu import ALGORITHMS, on_gpu, to_host
+from gpu import _EITHER, ALGORITHMS, on_gpu, to_host
 from test_forward import half_visible, make, normal
 
 from rawflash import masks as M
@@ -40,11 +46,18 @@ TOOLS = {
     "synccheck": (),
     "initcheck": (),
 }
-COMMON = ("--target-processes", "all", "--launch-timeout", "60", "--print-limit", "20")
-LIMIT = 120  # seconds of one tool
-SHARES = max(1, min(8, (os.cpu_count() or 1) // 2))  # processes at a time
+# Python alone is looked at, not what it may start. A kernel with an error is ended, and the calls after it go on.
+COMMON = ("--target-processes", "application-only", "--launch-timeout", "60", "--print-limit", "20",
+          "--destroy-on-device-error", "kernel")  # fmt: skip
+PORT, PORTS = 49152, 20  # where the tool's processes talk to each other: some ports for each pair
+LIMIT = 120  # seconds of one tool, then its processes are ended
+BEGIN = 0.7  # no call is begun after this part of the limit
+PROCESSES = max(1, min(12, (os.cpu_count() or 1) * 3 // 4))
+ONE_THREAD = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}  # for what runs on the host, in each process
+PLACES = ("/usr/local/cuda*/bin", "/usr/local/cuda*/compute-sanitizer", "/opt/nvidia/*/bin",
+          *(os.path.join(path, "nvidia/*/bin") for path in sys.path))  # fmt: skip
 SUMMARY = re.compile(r"(?:ERROR SUMMARY: (\d+) error|RACECHECK SUMMARY: (\d+) hazard)")
-RAN = "kernels that ran: "
+RAN = "what ran: "
 KERNEL = re.compile(r"__global__ void (?:__launch_bounds__\([^)]*\) )?(\w+)\(")
 # Largest difference from numpy_tiled in the same dtype, as part of the largest number of the result
 LOOSE = {"float16": 2e-2, "bfloat16": 1e-1, "float32": 1e-4, "float64": 1e-10}
@@ -104,7 +117,7 @@ def compare(name, dtype, got, want):
     finite = np.isfinite(want)
     assert (np.isfinite(got) == finite).all(), f"{name}: other numbers are finite"
     most = np.abs(want[finite]).max(initial=1.0)
-    error = np.abs(got - want, where=finite, out=np.zeros(want.shape)).max(initial=0.0)
+    error = np.abs(got[finite] - want[finite]).max(initial=0.0)
     assert error <= LOOSE[dtype] * most, f"{name}: differs by {error:.2e}, of numbers up to {most:.2e}"
 
 
@@ -113,8 +126,9 @@ def check(case):
     dtype, names = case.q.dtype.name, ["out", "lse", *("d" + name for name in case.wrt)]
     out, lse = case.forward(backend="numpy_tiled")
     want = [out, lse, *case.backward(out, lse, backend="numpy_tiled")]
+    has_small = case.cu_seqlens is not None or not case.options.keys().isdisjoint(_EITHER)
     for algorithm in ALGORITHMS:
-        for small_on_device in (False, True):
+        for small_on_device in (False, True) if has_small else (False,):
             gpu = on_gpu(case, small_on_device=small_on_device)
             out, lse = gpu.forward(algorithm=algorithm)
             got = [out, lse, *gpu.backward(out, lse, algorithm=algorithm)]
@@ -139,24 +153,48 @@ class Noting:
         return launch
 
 
-def child(share, shares):
-    """Run one share of the calls; the last line tells the kernels that ran."""
+def usable():
+    """Can this process still use the GPU? After some errors it never can."""
+    import cupy
+
+    try:
+        cupy.cuda.runtime.deviceSynchronize()
+    except cupy.cuda.runtime.CUDARuntimeError:
+        return False
+    return True
+
+
+def child(folder, seconds):
+    """Run calls that no other process has taken, by a file in the folder; the last line tells what ran."""
     import cupy
 
     cupy.cuda.runtime.free(0)  # the tool waits for the first call of CUDA, not for ever
     cupy.cuda.set_allocator(None)
-    load, ran = compiler.load, set()
+    load, ran, end = compiler.load, {"kernels": set(), "calls": [], "failed": []}, time.monotonic() + seconds
 
     def noting(text, *arguments):
         (file,) = re.findall(r'^#line 1 "(.*\.cu)"$', text, re.MULTILINE)
-        return Noting(load(text, *arguments), file, ran)
+        return Noting(load(text, *arguments), file, ran["kernels"])
 
     compiler.load = noting
-    for name, case in list(cases().items())[share::shares]:
+    for n, (name, case) in enumerate(cases().items()):
+        if time.monotonic() > end:
+            break
+        try:
+            Path(folder, str(n)).touch(exist_ok=False)
+        except FileExistsError:
+            continue
         print(name, flush=True)
-        check(case)
-    cupy.cuda.runtime.deviceSynchronize()
-    print(RAN + json.dumps(sorted(ran)))
+        try:
+            check(case)
+            cupy.cuda.runtime.deviceSynchronize()
+            ran["calls"].append(name)
+        except Exception:
+            ran["failed"].append(name)
+            traceback.print_exc(file=sys.stdout)
+            if not usable():  # no call would run here any more: the others are left to other processes
+                break
+    print(RAN + json.dumps(ran | {"kernels": sorted(ran["kernels"])}), flush=True)
 
 
 # ---- tools -------------------------------------------------------------------------------------------------
@@ -164,79 +202,112 @@ def child(share, shares):
 
 def sanitizer():
     """Where compute-sanitizer is, and its version."""
-    found = shutil.which("compute-sanitizer", path=os.pathsep.join([os.environ.get("PATH", ""), "/usr/local/cuda/bin"]))
+    places = [place for pattern in PLACES for place in sorted(glob.glob(pattern), reverse=True)]
+    found = shutil.which("compute-sanitizer", path=os.pathsep.join([os.environ.get("PATH", ""), *places]))
     if found is None:
-        sys.exit("compute-sanitizer is neither on PATH nor in /usr/local/cuda/bin; it comes with the CUDA toolkit")
-    told = subprocess.run([found, "--version"], capture_output=True, text=True, check=True, timeout=60).stdout
-    return found, re.search(r"[Vv]ersion (\S+)", told)[1]
+        sys.exit(f"compute-sanitizer is neither on PATH nor in {', '.join(PLACES[:3])}; it comes with the CUDA toolkit")
+    told = subprocess.run([found, "--version"], capture_output=True, text=True, timeout=60).stdout
+    version = re.search(r"[Vv]ersion (\S+)", told)
+    return found, version[1] if version else "unknown"
 
 
 def run(command, limit):
-    """Exit status (None: it took too long) and output of a command, which is ended with all that it started."""
-    process = subprocess.Popen(
-        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        start_new_session=True,
-    )  # fmt: skip
-    try:
-        output, _ = process.communicate(timeout=limit)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        return None, process.communicate()[0]
-    return process.returncode, output
+    """Exit status (None: it took too long) and output of a command, which is ended with all that it started.
+
+    The output goes through a file: something that outlives its end may hold a pipe open.
+    """
+    with tempfile.TemporaryFile() as output:
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, start_new_session=True,
+            env=os.environ | ONE_THREAD,
+        )  # fmt: skip
+        try:
+            status = process.wait(limit)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            status = None
+        output.seek(0)
+        return status, output.read().decode(errors="replace")
 
 
 def shared(prefix, limit):
     """Run all calls, each process under ``prefix``: exit statuses and outputs."""
-    commands = [[*prefix, sys.executable, __file__, "--child", str(n), str(SHARES)] for n in range(SHARES)]
-    with ThreadPoolExecutor(SHARES) as pool:
-        return list(pool.map(lambda command: run(command, limit), commands))
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(PROCESSES) as pool:
+        work = [sys.executable, __file__, "--child", folder, str(BEGIN * limit)]
+
+        def under(n):
+            port = ["--port", str(PORT + PORTS * n), "--max-connections", str(PORTS)] if prefix else []
+            return run([*prefix, *port, *work], limit)
+
+        return list(pool.map(under, range(PROCESSES)))
 
 
 def outcome(name, results, tool=True):
-    """Errors that a tool told (None: it did not finish) and the kernels that ran; shows what went wrong."""
-    errors, kernels = [], set()
+    """What goes on record of a tool: errors that it told, and the calls and kernels that ran; shows what went wrong.
+
+    Calls count where their process came to its end and the tool told how many errors there were. "not done" are the
+    others, and those with results that are wrong. "clean": there are none of these, and no errors.
+    """
+    errors, kernels, calls = 0, set(), set()
     for status, output in results:
         ran = re.search(f"^{RAN}(.*)$", output, re.MULTILINE)
         told = [int(one or other) for one, other in SUMMARY.findall(output)]
-        done = status == 0 and ran is not None and bool(told) == tool
-        errors.append(sum(told) if done else None)
+        done, failed = status == 0 and ran is not None and bool(told) == tool, False
+        errors += sum(told)
         if done:
-            kernels |= set(json.loads(ran[1]))
-        if not done or any(told):
-            why = "errors" if done else f"took more than {LIMIT} s" if status is None else f"ended with {status}"
-            print(f"---- {name}: {why}", output[-6000:], sep="\n")
-    return None if None in errors else sum(errors), sorted(kernels)
+            found = json.loads(ran[1])
+            calls, kernels, failed = calls | set(found["calls"]), kernels | set(found["kernels"]), found["failed"]
+        if not done or failed or any(told):
+            why = "errors" if done else "took too long" if status is None else f"ended with {status}"
+            print(f"---- {name}: {why}", output[-6000:], sep="\n", flush=True)
+    left = [call for call in cases() if call not in calls]
+    return {"clean": not errors and not left, "errors": errors, "calls": len(calls), "not done": left,
+            "kernels": sorted(kernels)}  # fmt: skip
+
+
+def keep(logs, name, results):
+    """All that the processes of a tool said, in a file of their own."""
+    if logs is not None:
+        logs.mkdir(parents=True, exist_ok=True)
+        (logs / f"sanitizer-{name}.log").write_text("".join(f"---- {status}\n{output}" for status, output in results))
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tools", nargs="+", choices=TOOLS, default=list(TOOLS))
-    parser.add_argument("--child", nargs=2, type=int, metavar=("SHARE", "SHARES"), help="run calls, without a tool")
+    parser.add_argument("--seconds", type=float, default=540, help="for everything; a tool gets its share of the rest")
+    parser.add_argument("--logs", type=Path, metavar="FOLDER", help="keep all that the tools say")
+    parser.add_argument("--child", nargs=2, metavar=("FOLDER", "SECONDS"), help="run calls, without a tool")
     arguments = parser.parse_args()
     if arguments.child:
-        child(*arguments.child)
+        child(arguments.child[0], float(arguments.child[1]))
         return
+    end = time.monotonic() + arguments.seconds
     path, version = sanitizer()
-    errors, kernels = outcome("without a tool", shared([], None), tool=False)
-    if errors is None:
-        sys.exit("the calls fail without a tool")
+    results = shared([], 0.4 * arguments.seconds)
+    keep(arguments.logs, "none", results)
+    bare = outcome("without a tool", results, tool=False)
+    kernels = {kernel.split()[1] for kernel in bare["kernels"]}
     names = {name for file in compiler.CUDA.rglob("*.cu*") for name in KERNEL.findall(file.read_text())}
-    print(f"{len(kernels)} kernels; not run: {', '.join(names - {kernel.split()[1] for kernel in kernels}) or 'none'}")
-    found = {}
-    for tool in arguments.tools:
-        start = time.monotonic()
-        errors, kernels = outcome(tool, shared([path, "--tool", tool, *COMMON, *TOOLS[tool]], LIMIT))
-        print(f"{tool}: ERROR SUMMARY: {errors} errors, {time.monotonic() - start:.0f} s", flush=True)
-        if errors is not None:
-            found[tool] = {"errors": errors, "kernels": kernels}
-    record, digest = gpu_record.read(), gpu_record.digest()
-    before = record.get("sanitizer", {})
-    kept = {tool: before[tool] for tool in TOOLS if tool in before and tool not in arguments.tools}
-    if before.get("kernels_sha256") != digest:
-        kept = {}
+    print(f"{path} {version}; {bare['calls']} calls, {len(kernels)} kernels; not run: {names - kernels or 'none'}; "
+          f"without a tool these fail: {bare['not done'] or 'none'}", flush=True)  # fmt: skip
+    if not bare["calls"]:
+        sys.exit("no call runs without a tool")
+    digest, before = gpu_record.digest(), gpu_record.read().get("sanitizer", {})
     about = {"date": datetime.date.today().isoformat(), "version": version, "kernels_sha256": digest}
-    gpu_record.write(record | {"sanitizer": about | kept | found})
-    if len(found) < len(arguments.tools) or any(entry["errors"] for entry in found.values()):
+    same = before.get("kernels_sha256") == digest
+    entries = {tool: before[tool] for tool in TOOLS if same and tool in before and tool not in arguments.tools}
+    for n, tool in enumerate(arguments.tools):
+        start = time.monotonic()
+        limit = max(10.0, min(LIMIT, (end - start) / (len(arguments.tools) - n)))
+        results = shared([path, "--tool", tool, *COMMON, *TOOLS[tool]], limit)
+        keep(arguments.logs, tool, results)
+        entries[tool] = entry = outcome(tool, results)
+        print(f"{tool}: ERROR SUMMARY: {entry['errors']} errors in {entry['calls']} calls, not done: "
+              f"{entry['not done'] or 'none'}; {time.monotonic() - start:.0f} s", flush=True)  # fmt: skip
+        gpu_record.write(gpu_record.read() | {"sanitizer": about | entries})
+    if not all(entries[tool]["clean"] for tool in arguments.tools):
         sys.exit(1)
 
 

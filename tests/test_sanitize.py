@@ -1,8 +1,10 @@
 """The calls of sanitize.py and how it reads compute-sanitizer, without either the tool or a GPU."""
 
+import json
 import re
 import sys
 from contextlib import nullcontext
+from types import SimpleNamespace
 
 import gpu
 import gpu_record
@@ -19,7 +21,8 @@ SUMMARIES = {
     "========= RACECHECK SUMMARY: 0 hazards displayed (0 errors, 0 warnings)": 0,
     "========= RACECHECK SUMMARY: 3 hazards displayed (1 error, 2 warnings)": 3,
 }
-RAN = sanitize.RAN + '["a.cu f", "a.cu g"]\n'
+CALLS = ["plain", "mask"]
+RAN = sanitize.RAN + json.dumps({"kernels": ["a.cu f", "a.cu g"], "calls": CALLS, "failed": []}) + "\n"
 
 
 def test_the_calls_reach_every_kernel_both_ways_of_every_switch(monkeypatch):
@@ -50,18 +53,32 @@ def test_wrong_results_are_caught(change):
         sanitize.compare("out", "float32", change(want), want)
 
 
+@pytest.fixture
+def few(monkeypatch):
+    """As if there were these calls and no other."""
+    monkeypatch.setattr(sanitize, "cases", lambda: dict.fromkeys(CALLS))
+
+
 @pytest.mark.parametrize("summary", SUMMARIES)
-def test_summaries(summary):
+def test_summaries(summary, few):
     results = [(0, f"{RAN}{summary}\n"), (0, f"{RAN}========= ERROR SUMMARY: 2 errors\n")]
-    assert sanitize.outcome("a tool", results) == (SUMMARIES[summary] + 2, ["a.cu f", "a.cu g"])
+    assert sanitize.outcome("a tool", results) == {
+        "clean": False, "errors": SUMMARIES[summary] + 2, "calls": 2, "not done": [], "kernels": ["a.cu f", "a.cu g"],
+    }  # fmt: skip
+    assert sanitize.outcome("a tool", results[:1])["clean"] == (SUMMARIES[summary] == 0)
+
+
+CLEAN = "========= ERROR SUMMARY: 0 errors"
+OTHER = RAN.replace('"plain", ', "")  # a process that has run the other call only
 
 
 @pytest.mark.parametrize("result", [
-    (None, RAN + "========= ERROR SUMMARY: 0 errors"), (1, RAN + "========= ERROR SUMMARY: 0 errors"),
-    (0, "========= ERROR SUMMARY: 0 errors"), (0, RAN),
-], ids=["killed", "failed", "nothing ran", "no summary"])  # fmt: skip
-def test_a_tool_that_does_not_finish_finds_nothing_clean(result):
-    assert sanitize.outcome("a tool", [(0, RAN + "========= ERROR SUMMARY: 0 errors"), result])[0] is None
+    (None, RAN + CLEAN), (1, RAN + CLEAN), (0, CLEAN), (0, RAN), (0, OTHER + CLEAN),
+    (0, RAN.replace('"calls": ["plain", "mask"], "failed": []', '"calls": ["mask"], "failed": ["plain"]') + CLEAN),
+], ids=["killed", "failed", "nothing ran", "no summary", "no time", "wrong results"])  # fmt: skip
+def test_a_tool_that_has_not_seen_a_call_finds_nothing_clean(result, few):
+    entry = sanitize.outcome("a tool", [(0, OTHER + CLEAN), result])
+    assert entry["not done"] == ["plain"] and entry["calls"] == 1 and not entry["clean"]
 
 
 def test_a_command_that_hangs_is_ended_with_what_it_started():
@@ -71,26 +88,86 @@ def test_a_command_that_hangs_is_ended_with_what_it_started():
     assert sanitize.run([sys.executable, "-c", "print('here')"], 60) == (0, "here\n")
 
 
-def test_what_goes_on_record(monkeypatch, tmp_path):
-    """Tools that were not asked for keep their entry, unless it is of other kernels."""
+def test_each_call_is_run_once_by_one_of_the_processes(monkeypatch):
+    """Under the tool, with a port of its own; a process takes no call after its time."""
+    monkeypatch.setattr(sanitize, "PROCESSES", 2)
+    monkeypatch.setattr(sanitize, "run", lambda command, limit: (command, limit))
+    (first, _), (second, limit) = sanitize.shared(["tool"], 100)
+    assert first[0] == "tool" and first[first.index("--port") + 1] != second[second.index("--port") + 1]
+    assert first[-3:] == second[-3:] and first[-3] == "--child" and float(first[-1]) < limit == 100
+    assert sanitize.shared([], 100)[0][0][:2] == [sys.executable, sanitize.__file__]
+
+
+def test_what_a_process_says_at_its_end(monkeypatch, tmp_path, capsys):
+    """Calls that other processes have are left alone, a failure does not stop the others, nor is one begun late."""
+    broken = []
+
+    def synchronize():
+        if broken:
+            raise RuntimeError("an illegal memory access was encountered")
+
+    runtime = SimpleNamespace(free=lambda pointer: None, deviceSynchronize=synchronize, CUDARuntimeError=RuntimeError)
+    cupy = SimpleNamespace(cuda=SimpleNamespace(runtime=runtime, set_allocator=lambda allocator: None))
+    monkeypatch.setitem(sys.modules, "cupy", cupy)
+    monkeypatch.setattr(compiler, "load", lambda text: SimpleNamespace(get_function=SimpleNamespace))
+
+    def check(case):
+        assert case != "wrong"
+        broken.extend([case] * (case == "deadly"))
+        compiler.load('#line 1 "a.cu"\n')
+
+    monkeypatch.setattr(sanitize, "check", check)
+    names = ("taken", "wrong", "right", "deadly", "after")
+    monkeypatch.setattr(sanitize, "cases", lambda: dict(zip(names, names, strict=True)))
+
+    def ran(seconds):
+        sanitize.child(tmp_path, seconds)
+        return json.loads(capsys.readouterr().out.splitlines()[-1].removeprefix(sanitize.RAN))
+
+    assert ran(-1) == {"kernels": [], "calls": [], "failed": []}
+    (tmp_path / "0").touch()
+    assert ran(60) == {"kernels": [], "calls": ["right"], "failed": ["wrong", "deadly"]}
+    broken.clear()
+    assert ran(60) == {"kernels": [], "calls": ["after"], "failed": []}
+
+
+def test_what_goes_on_record(monkeypatch, tmp_path, few):
+    """Tools that were not asked for keep their entry, unless it is of other kernels; if a tool dies the others stay."""
     monkeypatch.setattr(gpu_record, "RECORD", tmp_path / "gpu_record.json")
     monkeypatch.setattr(sanitize, "sanitizer", lambda: ("compute-sanitizer", "2025.3"))
-    errors = {"memcheck": 0, "racecheck": 2, "synccheck": 0, "initcheck": 0}
+    errors = {"memcheck": 0, "racecheck": 2, "synccheck": 0}
 
     def shared(prefix, limit):
         tool = prefix[2] if prefix else None
         return [(0, RAN + (f"========= ERROR SUMMARY: {errors[tool]} errors" if tool else ""))]
 
     def record(*tools):
-        monkeypatch.setattr(sys, "argv", ["sanitize.py", "--tools", *tools])
-        with pytest.raises(SystemExit) if "racecheck" in tools else nullcontext():
+        logs = tmp_path / "logs"
+        monkeypatch.setattr(sys, "argv", ["sanitize.py", "--logs", str(logs), "--tools", *tools])
+        failure = KeyError if "initcheck" in tools else SystemExit if "racecheck" in tools else None
+        with pytest.raises(failure) if failure else nullcontext():
             sanitize.main()
         entry = gpu_record.read()["sanitizer"]
         assert entry["kernels_sha256"] == gpu_record.digest() and entry["version"] == "2025.3"
+        assert "SUMMARY" in (logs / f"sanitizer-{tools[0]}.log").read_text()
         return {tool: entry[tool]["errors"] for tool in sanitize.TOOLS if tool in entry}
 
     monkeypatch.setattr(sanitize, "shared", shared)
     gpu_record.write({"gpu": "a GPU", "sanitizer": {"kernels_sha256": "other", "initcheck": {"errors": 5}}})
     assert record("memcheck", "racecheck") == {"memcheck": 0, "racecheck": 2}
     assert record("synccheck") == {"memcheck": 0, "racecheck": 2, "synccheck": 0}
+    assert record("racecheck", "initcheck") == {"memcheck": 0, "racecheck": 2, "synccheck": 0}
     assert gpu_record.read()["gpu"] == "a GPU"
+
+
+def test_the_tool_is_found_off_the_path(monkeypatch, tmp_path):
+    (tmp_path / "cuda-13.0" / "bin").mkdir(parents=True)
+    tool = tmp_path / "cuda-13.0" / "bin" / "compute-sanitizer"
+    tool.write_text("#!/bin/sh\necho 'NVIDIA (R) Compute Sanitizer'\necho 'Version 2025.3.1.0 (build 36400806)'\n")
+    tool.chmod(0o755)
+    monkeypatch.setattr(sanitize, "PLACES", (str(tmp_path / "cuda*" / "bin"),))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert sanitize.sanitizer() == (str(tool), "2025.3.1.0")
+    monkeypatch.setattr(sanitize, "PLACES", ())
+    with pytest.raises(SystemExit, match="neither"):
+        sanitize.sanitizer()
