@@ -18,8 +18,9 @@ Details that the formula leaves open, decided here:
 - The formula fixes neither the order of its sums nor at which scale P and dS are rounded. ``E`` is the largest error of
   :data:`ORDERS` evaluations, each of them one that the formula allows. One alone is a sample: in a small call it may
   happen to round the right way, and no kernel, however careful, stays within twice an error that luck made small.
-  (Measured on drawn calls, NumPy loops and compiled kernels alike: about one 16-bit result in 300 exceeds the bound of
-  one evaluation; rounding of O alone does it, which the backward pass gets as input.)
+  (Measured by tests/one_evaluation.py, NumPy loops and compiled kernels alike: of 16-bit results about one in 300
+  exceeds the bound of one evaluation, and one in some thousands if that starts from the very O and lse that the
+  backward call was given: the rounding of O, which all gradients of a row share, is most of it.)
 - A kernel adds the products of a score in an order of its own. Where products cancel, one order may be lucky, and
   softmax multiplies what that hides.
 - Where P and dS are rounded to 16 bits, kernels differ in what they round: P, P times its denominator, P relative to
@@ -86,9 +87,12 @@ def reference(
     v: npt.ArrayLike,
     dout: npt.ArrayLike | None = None,
     *,
+    out: npt.ArrayLike | None = None,
+    lse: npt.ArrayLike | None = None,
     dlse: npt.ArrayLike | None = None,
     wrt: tuple[str, ...] = ("q", "k", "v"),
     dtype: str | None = None,
+    evaluations: int = ORDERS,
     cu_seqlens_q: npt.ArrayLike | None = None,
     cu_seqlens_k: npt.ArrayLike | None = None,
     **options: Any,
@@ -101,6 +105,8 @@ def reference(
         As in `rawflash.attention`, or as in `rawflash.attention_varlen` if ``cu_seqlens_*`` are given.
     dout : array, optional
         Gradient with respect to the output. None: forward only.
+    out, lse : array, optional
+        What the backward call is given, which ``E`` then starts from; None: each evaluation's own.
     dlse : array, optional
         Gradient with respect to lse.
     wrt : tuple of str
@@ -108,6 +114,8 @@ def reference(
     dtype : str, optional
         Name of the call's dtype; None means that of ``q``. For arrays widened on their way here, such as
         bfloat16 as float32; a bias or sinks of the dtype of ``q`` then counts as widened too.
+    evaluations : int
+        ``E`` is the largest error of so many, at most :data:`ORDERS`.
     **options
         As in the call.
 
@@ -136,6 +144,9 @@ def reference(
     dO = None if dout is None else call.four_axes(np.asarray(dout))
     dL = call.zeros("lse") if dlse is None else call.lse_axes(dlse)
     multiples = {"float64": (), "float32": (1.0,) * ORDERS}.get(dtype, MULTIPLES)  # only 16 bits round P at all
+    multiples = multiples[:evaluations]
+    given_O = None if out is None else call.four_axes(np.asarray(out))
+    given_lse = None if lse is None else call.lse_axes(lse)
     exact, size, flushed, *baselines = (
         {name: call.zeros(name.removeprefix("d")) - (np.inf if name == "lse" else 0.0) for name in names}
         for _ in range(3 + len(multiples))
@@ -163,7 +174,8 @@ def reference(
         if head_dO is not None:
             results.append((exact, _named(oracle.backward_head(x, f, head_dO, head_dL))))
         for order, (baseline, multiple) in enumerate(zip(baselines, multiples, strict=True)):
-            results.append((baseline, _baseline_head(x, head_dO, head_dL, dtype, order, multiple)))
+            given = [None if array is None else array[x.rows] for array in (given_O, given_lse)]
+            results.append((baseline, _baseline_head(x, head_dO, head_dL, dtype, order, multiple, *given)))
         for collected, head in results:
             for name in names:
                 if name in head:
@@ -286,14 +298,15 @@ def unit_roundoff(dtype: npt.DTypeLike) -> float:
 
 
 def _baseline_head(
-    x: SimpleNamespace, dO: np.ndarray | None, dlse: np.ndarray, dtype: str, order: int, multiple: float
-) -> dict[str, np.ndarray]:
+    x: SimpleNamespace, dO: np.ndarray | None, dlse: np.ndarray, dtype: str, order: int, multiple: float,
+    given_O: np.ndarray | None, given_lse: np.ndarray | None,
+) -> dict[str, np.ndarray]:  # fmt: skip
     """One head as a kernel would round it: float32 throughout; O and ``multiple`` times P and dS to ``dtype``.
 
     ``order`` of :data:`ORDERS`: into how many sums those over the head dimensions are parted.
 
-    The backward pass starts, as a kernel does, from the rounded O and the float32 lse. Results are not
-    yet rounded: heads that share a key head are added first.
+    The backward pass starts, as a kernel does, from the rounded O and the float32 lse, its own or those given.
+    Results are not yet rounded: heads that share a key head are added first.
     """
 
     def rounded(array: np.ndarray) -> np.ndarray:
@@ -330,7 +343,8 @@ def _baseline_head(
         O = in_product(P * Z) @ V
         results = {"out": O, "lse": lse}
         if dO is not None:
-            dO, dlse, O = dO.astype(f32), dlse.astype(f32), rounded(O)
+            dO, dlse, O = dO.astype(f32), dlse.astype(f32), rounded(O if given_O is None else given_O)
+            lse = (lse if given_lse is None else given_lse).astype(f32)
             P = np.where(x.visible, np.exp(S - lse[:, None]), f32(0))
             P_sink = np.where(total == 0, f32(0), np.exp(sink - lse))
             gamma = (dO * O).sum(axis=1)
