@@ -58,7 +58,8 @@ class Options(TypedDict, total=False):
     alibi_slopes : float array (Hq,) or (B, Hq)
         Adds ``-slope * abs(i + q_offset - j)``.
     softcap : float
-        ``c > 0``: scores become ``c * tanh(scores / c)``.
+        ``c > 0``: scores become ``c * tanh(scores / c)``. It and ``scale`` must be numbers that float32 holds
+        (float64 in a float64 call), not smaller than its smallest normal one.
     sinks : float array (Hq,)
         Logits that join the softmax's denominator and no value; dtype of ``q`` or float32.
     dropout, seed : float, int

@@ -1,7 +1,7 @@
 """How often do results exceed the bound of the contract if E is the error of one evaluation of the dense formula?
 
-``python tests/one_evaluation.py [--problems N] [--seed N] [--own]``: N drawn problems, forward and backward by every
-CPU kernel. E starts from the out and lse that the backward call was given, or with ``--own`` from those of the
+``python tests/one_evaluation.py [--problems N] [--seed N] [--own]``: N drawn problems, forward and every gradient by
+every CPU kernel. E starts from the out and lse that the backward call was given, or with ``--own`` from those of the
 evaluation itself. One evaluation is a sample (rawflash/accuracy.py says more), so this is a count and no test.
 """
 
@@ -33,6 +33,7 @@ def main():
     def draw(case):
         nonlocal seen
         seen += 1
+        case.wrt = ("q", "k", "v", *(name for name in ("bias", "sinks") if name in case.options))
         for backend, algorithm in KERNELS:
             run = dict(backend=backend, algorithm=algorithm)
             out, lse = case.forward(**run)

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import tolerances
+from test_arrays import DLPackOnly
 
 from rawflash import accuracy, oracle
 
@@ -610,19 +611,6 @@ def test_rounding_to_bfloat16():
     np.testing.assert_array_equal(
         accuracy._round(x, "bfloat16"), x.astype(ml_dtypes.bfloat16).astype(np.float64)
     )
-
-
-class DLPackOnly:
-    """An array that NumPy can take in, but not look into as an array of its own."""
-
-    def __init__(self, array):
-        self.array = array
-
-    def __dlpack__(self, **options):
-        return self.array.__dlpack__(**options)
-
-    def __dlpack_device__(self):
-        return self.array.__dlpack_device__()
 
 
 def test_arrays_of_other_libraries():
