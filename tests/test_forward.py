@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given, note, settings
 from strategies import DTYPES, Case, fill, problems, restride
-from tolerances import assert_close
+from tolerances import assert_close, reference
 
 import rawflash as rf
 from rawflash import masks as M
@@ -278,3 +278,17 @@ def test_out_is_written_and_given_back(layout, backend, algorithm):
     out = np.full_like(expected, np.nan)
     assert rf.attention(q, k, v, out=out, **options) is out
     np.testing.assert_array_equal(out, expected)
+
+
+@kernels
+def test_probabilities_below_the_smallest_normal_float32_may_vanish(backend, algorithm):
+    """Forty of them, each times 3: some processors and fast exponentials flush them to 0, others do not."""
+    q, k, v = np.ones((1, 1), np.float32), np.full((41, 1), -90, np.float32), np.full((41, 1), 3.0, np.float32)
+    k[0] = v[0] = 0
+    options = dict(scale=1.0, return_lse=True)
+    expected = reference(q, k, v, scale=1.0)
+    out, lse = rf.attention(q, k, v, backend=backend, algorithm=algorithm, **options)
+    assert 5e-38 < expected.oracle["out"].item() < 2e-37
+    assert_close("out", out, expected)
+    assert_close("lse", lse, expected)
+    assert expected.allowed["out"].item() < 2e-36
