@@ -617,7 +617,7 @@ def canonical_result(x: Operands, name: str, array: np.ndarray) -> np.ndarray:
 
 
 class Target(NamedTuple):
-    """What a GPU kernel writes to: an address, and the canonical metadata of the array there."""
+    """What a GPU kernel writes to: an address (0: it need not), and the canonical metadata of the array there."""
 
     address: int
     view: np.ndarray
@@ -626,7 +626,8 @@ class Target(NamedTuple):
 class DeviceResult:
     """:class:`Result` on a GPU: of the kind that came in, on the call's device.
 
-    Nothing is filled in: a kernel writes every element, padding too (0, and -inf for ``lse``).
+    Nothing is filled in: a kernel writes every element, padding too (0, and -inf for ``lse``). An ``lse`` that
+    nobody asked for is not made.
     """
 
     def __init__(self, problem: Problem, operands: Operands) -> None:
@@ -644,6 +645,8 @@ class DeviceResult:
             view = canonical_result(x, name, device_view(shape, None, dtype))
             prepared = x.memo[name] = shape, _torch_dtype(dtype) if x.kind == "torch" else dtype, view
         shape, dtype, view = prepared
+        if name == "lse" and not x.return_lse:
+            return Target(0, view)  # not written
         if x.kind == "torch":
             import torch
 

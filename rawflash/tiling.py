@@ -23,8 +23,10 @@ first: it costs no traffic) until the sum is at most M.
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 
@@ -41,6 +43,11 @@ PIECES_ROWS = 128  # of a forward block: 16 for each of eight warps, so that a r
 PIECES_MOST = 64  # keys of a forward block, rows and keys of a backward one: what accumulators leave of the registers
 PIECES_LEAST = 32  # rows and keys of a backward block: fewer would leave warps without a piece
 PIECES_BANKS = 32  # bytes by which neighbouring rows of a tile are apart, beyond a multiple of 32 numbers
+PART_STEPS = 4  # blocks of keys that a part of them has at least
+PART_MOST = 64  # parts of the keys
+PART_START = 1.0  # what a thread block costs beside its steps, and what merging costs, in steps
+PART_MERGE = 2.0
+PART_GAIN = 1.1  # how many times faster parts have to be
 SIMT_SIDE = 16  # "simt" kernels have 16 x 16 threads a block
 SIMT_VECTOR_BYTES = 16  # of one load from shared memory
 STANDARD_BLOCKS = 3  # the two factors and the result of one matrix product
@@ -98,6 +105,9 @@ class Tiles:
     family : str
         Of the kernels that the plan is for, see :class:`rawflash.hardware.Chip`. "split": float32 products on
         tensor cores, as sums of products of bfloat16 parts.
+    parts, part_keys : int
+        Only the fa2 forward pass on a GPU that would else be idle in parts: how many thread blocks share the keys
+        of a block of rows, and how many keys each takes (the last one the rest).
 
     Examples
     --------
@@ -119,8 +129,10 @@ class Tiles:
     order: str = ""
     panel: int = 0
     family: str = ""
+    parts: int = 1
+    part_keys: int = 0
 
-    @property
+    @cached_property
     def smem_bytes(self) -> int:
         """Bytes of the tiles that lie in on-chip (shared) memory."""
         return sum(tile.bytes for tile in self.resident if tile.where == ON_CHIP)
@@ -140,6 +152,8 @@ class Tiles:
             )
         if self.family == SPLIT:
             lines.append("  float32 products on tensor cores, by six products of bfloat16 parts")
+        if self.parts > 1:
+            lines.append(f"  keys in up to {self.parts} parts of {self.part_keys}, merged by their m and l")
         if self.panel:
             lines.append(f"  softmax by panels of {self.panel} whole rows of scores")
         if self.on_chip_bytes is not None:
@@ -234,7 +248,58 @@ def plan_tiles(
         return _standard(problem, chip, direction)
     if problem.algorithm == "rowwise":
         return _rowwise(problem, chip, direction)
-    return _flash(problem, chip, direction, order, blocks)
+    tiles = _flash(problem, chip, direction, order, blocks)
+    return _share_out(problem, chip, tiles) if (problem.algorithm, direction) == ("fa2", "forward") else tiles
+
+
+def key_ranges(problem: Problem, br: int, bc: int, Tq: int, Tk: int, offset: int) -> list[tuple[int, int]]:
+    """The keys that the band leaves to each block of ``br`` rows, from the start of a block.
+
+    ``key_range`` in scores.cuh is the same.
+    """
+    lower, upper = problem.band.bounds()
+    ranges = []
+    for i0 in range(0, Tq, br):
+        low = min(max(i0 + offset + lower, 0), Tk) // bc * bc
+        ranges.append((low, min(max(min(i0 + br, Tq) + offset + upper, 0), Tk)))
+    return ranges
+
+
+def parts_of(tiles: Tiles, low: int, high: int) -> int:
+    """Into how many parts a range of keys is divided (``parts_of`` in fa2_forward.cu)."""
+    return 1 if tiles.parts == 1 else min(max(-(-(high - low) // tiles.part_keys), 1), tiles.parts)
+
+
+def _share_out(problem: Problem, chip: Chip, tiles: Tiles) -> Tiles:
+    """Divide the keys among more thread blocks where a grid is so small, or so uneven, that multiprocessors are idle.
+
+    What a number of parts takes is counted in steps: thread blocks, heavy ones first, go to whichever multiprocessor
+    is free. Lengths are those of the arrays.
+    """
+    heads, rows = problem.B * problem.Hq, -(-problem.Tq // tiles.br)
+    processors = chip.processors or 0
+    if not 0 < heads * rows <= 2 * processors:
+        return tiles
+    ranges = key_ranges(problem, tiles.br, tiles.bc, problem.Tq, problem.Tk, problem.Tk - problem.Tq)
+    steps = [max(-(-(high - low) // tiles.bc), 0) for low, high in ranges]
+
+    def takes(part: int) -> float:
+        units = [part] * sum(n // part for n in steps) + [n % part for n in steps if n % part]
+        free = [0.0] * processors
+        for unit in sorted(units * heads, reverse=True):
+            heapq.heapreplace(free, free[0] + unit + PART_START)
+        return max(free)
+
+    longest = max(steps)
+    best, part = takes(max(longest, 1)) / PART_GAIN, 0
+    for parts in (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, PART_MOST):
+        size = -(-longest // parts)
+        if size < PART_STEPS:
+            break
+        cost = takes(size) + PART_MERGE
+        if cost < best:
+            best, part = cost, size
+    return replace(tiles, parts=-(-longest // part), part_keys=part * tiles.bc) if part else tiles
 
 
 def _available(problem: Problem, chip: Chip) -> int:
@@ -349,8 +414,8 @@ def _flash_resident(
     item, accumulator = item_sizes(problem, chip)
     if chip.family in (SIMT, TENSOR):
         family = family_of(problem, chip)
-        if family == SPLIT and (direction, order) == ("forward", IJ):
-            return _parts_on_chip(problem, br, bc, *pitches(problem, family, bc))
+        if family == SPLIT and direction == "forward":
+            return _parts_on_chip(problem, order, br, bc, *pitches(problem, family, bc))
         return _factors_on_chip(problem, direction, br, bc, item, *pitches(problem, family, bc))
     if direction == "forward" and order == IJ:
         return (
@@ -399,17 +464,19 @@ def _factors_on_chip(
     )
 
 
-def _parts_on_chip(problem: Problem, br: int, bc: int, to_d: int, to_dv: int, to_bc: int) -> tuple[Tile, ...]:
-    """K and V as bfloat16 parts, in pairs; P overwrites K's (``ForwardTiles`` in mma/split_tiles.cuh)."""
+def _parts_on_chip(
+    problem: Problem, order: str, br: int, bc: int, to_d: int, to_dv: int, to_bc: int
+) -> tuple[Tile, ...]:
+    """K and V as bfloat16 parts, in pairs (``ForwardTiles``, ``ResidentTiles`` in mma/split_tiles.cuh)."""
     pair = 3 * 2 * 2  # bytes of the three parts of two numbers
-    K, P = Tile("K or P", bc, to_d // 2, pair), Tile("K or P", br, to_bc, 4)
-    return (
-        Tile("Q", br, to_d, 4),
-        K if K.bytes >= P.bytes else P,
-        Tile("V", bc // 2, to_dv, pair),
-        Tile("K or V", bc, max(to_d, to_dv), 4),  # where they land, before they are split
-        Tile("O", br, problem.dv, 4, REGISTERS),
-    )
+    Q, K, V = Tile("Q", br, to_d, 4), Tile("K", bc, to_d // 2, pair), Tile("V", bc // 2, to_dv, pair)
+    P, O = Tile("S", br, to_bc, 4), Tile("O", br, problem.dv, 4, REGISTERS)
+    if order == IJ:  # P overwrites K's parts; and where they land, before they are split
+        landing = Tile("K or V", bc, max(to_d, to_dv), 4)
+        return (Q, replace(max(K, P, key=lambda tile: tile.bytes), name="K or S"), V, landing, O)
+    # They land where Q and P come later
+    landing = Tile("V", bc, to_dv, 4)
+    return (replace(Q, name="Q or K"), replace(max(P, landing, key=lambda tile: tile.bytes), name="S or V"), K, V, O)
 
 
 def _standard(problem: Problem, chip: Chip, direction: str) -> Tiles:

@@ -37,7 +37,7 @@ import numpy as np
 
 from rawflash.masks import EMPTY, FULL, Visibility
 from rawflash.problem import Problem
-from rawflash.tiling import IJ, JI, RESIDENT, Tiles
+from rawflash.tiling import IJ, JI, RESIDENT, Tiles, key_ranges, parts_of
 
 ROW_STATISTICS = ("m", "l", "lse", "dlse", "gamma")
 Counts = tuple[tuple[str, int], ...]
@@ -308,7 +308,7 @@ def traffic(
     """
     dense = problem.algorithm == "standard"
     visited = visits(problem, tiles.br, tiles.bc, visibility, dense=dense)
-    call = _Call(problem, tiles, visited, dlse, "sinks" in wrt)
+    call = _Call(problem, tiles, visited, dlse, "sinks" in wrt, *_part_rows(problem, tiles, visibility))
     bias, masked = _bias_elements(problem, visited), visited.masked
     dbias = bias if "bias" in wrt else 0
     if (problem.algorithm, direction) == ("fa2", "backward") and problem.deterministic:
@@ -328,6 +328,18 @@ def traffic(
     return Traffic.of(call.loads, call.stores, call.flops)
 
 
+def _part_rows(problem: Problem, tiles: Tiles, visibility: Visibility | None) -> tuple[int, int]:
+    """Rows of O that parts of the keys store, where there is more than one; rows of Q of all but the first."""
+    stored = again = 0
+    if tiles.parts > 1:
+        for (Tq, Tk, offset), times in sequences(problem, visibility).items():
+            for n, (low, high) in enumerate(key_ranges(problem, tiles.br, tiles.bc, Tq, Tk, offset)):
+                parts, rows = parts_of(tiles, low, high), min(tiles.br, Tq - n * tiles.br) * times * problem.Hq
+                stored += parts * rows if parts > 1 else 0
+                again += (parts - 1) * rows
+    return stored, again
+
+
 def _bias_elements(problem: Problem, v: Visits) -> int:
     """The blocks of the bias, length 1 where it broadcasts."""
     if problem.bias is None:
@@ -345,6 +357,8 @@ class _Call:
     v: Visits
     dlse: bool
     sinks: bool
+    parts: int = 0  # rows of O that parts of the keys store, if their keys are divided
+    again: int = 0  # rows of Q that they load once more
     loads: Counter[str] = field(default_factory=Counter)
     stores: Counter[str] = field(default_factory=Counter)
     flops: int = 0
@@ -457,10 +471,10 @@ def _fa1_forward(c: _Call) -> None:
 
 
 def _fa2_forward(c: _Call) -> None:
-    """O(T^2 d^2 / M): an inner step loads K and V (algorithm 3, equation 50)."""
+    """O(T^2 d^2 / M): an inner step loads K and V (algorithm 3, equation 50). O of parts of the keys is merged."""
     v, d, dv = c.v, c.problem.d, c.problem.dv
-    c.load(Q=v.q * d, K=v.k_rows * d, V=v.k_rows * dv)
-    c.store(O=v.q * dv, lse=v.q)
+    c.load(Q=(v.q + c.again) * d, K=v.k_rows * d, V=v.k_rows * dv, O=c.parts * dv, m=c.parts, l=c.parts)
+    c.store(O=(v.q + c.parts) * dv, m=c.parts, l=c.parts, lse=v.q)
     c.forward_flops()
 
 

@@ -85,6 +85,7 @@ def cases():
         "rows without keys": dict(Tq=Tk, Tk=Tq, d=20, causal=True),
         "tall": tall,
         "tall, causal": tall | dict(causal=True),
+        "long": dict(Hq=4, Hkv=2, Tq=Tq, Tk=1500, d=64, causal=True, sinks=normal(4)),  # keys in parts
         "tall, window, deterministic": tall | dict(window=(70, 20), deterministic=True),
         "lengths": dict(B=3, **odd, causal=True, q_lengths=[Tq, 5, 0], kv_lengths=[Tk, 0, 30]),
         "offsets": odd | dict(causal=True, q_offset=np.array([-3, 4])),

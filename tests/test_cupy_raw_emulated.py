@@ -18,6 +18,7 @@ from test_forward import AWKWARD, awkward, make
 from tolerances import assert_close
 
 import rawflash as rf
+from rawflash import hardware, problem, tiling
 from rawflash import masks as M
 from rawflash.backends.cupy_raw import compile, launch
 
@@ -42,12 +43,13 @@ def on_device(case, small_on_device=False):
     return replace(case, **moved, dlse=dlse, options=options, cu_seqlens=cu_seqlens)
 
 
-def check(host, reference, small_on_device=False, **options):
+def check(host, reference, small_on_device=False, backward=True, **options):
     case = on_device(host, small_on_device)
     out, lse = case.forward(**options)
     results = {"out": out, "lse": lse}
-    gradients = case.backward(out, lse, **options)
-    results |= {"d" + name: g for name, g in zip(case.wrt, gradients, strict=True)}
+    if backward:
+        gradients = case.backward(out, lse, **options)
+        results |= {"d" + name: g for name, g in zip(case.wrt, gradients, strict=True)}
     for name, result in results.items():
         assert type(result) is emulator.ndarray
         assert_close(name, np.asarray(result), reference)
@@ -245,6 +247,82 @@ def test_drawn_problems(device_of_module, case):
 @given(varlen_problems(algorithms=ALGORITHMS))
 def test_drawn_varlen_problems(device_of_module, case):
     check(case, case.reference(), small_on_device=case.how["seed"] % 2 == 1)
+
+
+# ---- keys shared out -------------------------------------------------------------------------------------------
+
+
+def share_out(monkeypatch):
+    """A device that shares the keys of every problem out, a block of them to each part; how often parts were merged."""
+    monkeypatch.setattr(problem, "_MEMO", {})
+    monkeypatch.setattr(hardware, "_gpu", lambda device: replace(hardware.CHIPS["sm_90"], processors=1000))
+    for name, value in {"PART_STEPS": 1, "PART_START": 0.0, "PART_MERGE": 0.0, "PART_GAIN": 1.0}.items():
+        monkeypatch.setattr(tiling, name, value)
+    merged = []
+    run = launch.Launcher.run
+
+    def counted(self, kernel, *arguments):
+        merged.extend([kernel] * (kernel == "fa2_forward_merge"))
+        return run(self, kernel, *arguments)
+
+    monkeypatch.setattr(launch.Launcher, "run", counted)
+    return merged
+
+
+@pytest.mark.parametrize("name", CHOSEN)
+def test_awkward_calls_in_parts(name, device_by_name, monkeypatch):
+    n = CHOSEN.index(name)
+    case, reference = awkward(name, names[n % len(names)])
+    merged = share_out(monkeypatch)
+    check(case, reference, small_on_device=n % 2 == 0, backward=False)
+    if name.startswith("many tiles"):
+        assert merged
+
+
+@pytest.mark.parametrize("dtype", names)
+@pytest.mark.parametrize("aligned", [True, False])
+def test_long_calls_in_parts(dtype, aligned, device_by_name, monkeypatch):
+    """Rows in padding, rows whose last part sees nothing, rows that see no key at all; an out of any alignment."""
+    case = make(B=2, Hq=2, Hkv=1, Tq=150, Tk=400, d=24, dv=24 if aligned else 23, dtype=dtype, causal=True,
+                q_lengths=[150, 60], kv_lengths=[400, 30], sinks=np.array([0.5, -np.inf], np.float32))  # fmt: skip
+    reference = case.reference()
+    room = emulator.to_device(np.full((2, 2, 150, 32), 7, case.q.dtype))
+    out = room[..., :24] if aligned else room[..., 1:24]
+    merged = share_out(monkeypatch)
+    case.options["out"] = out
+    check(case, reference, backward=False)
+    assert merged
+    assert (np.asarray(room).astype(np.float64) == 7).sum() == room.size - out.size
+
+
+@FEW
+@given(case=problems(algorithms=("fa2",)) | varlen_problems(algorithms=("fa2",)))
+def test_drawn_problems_in_parts(device_of_module, case):
+    reference = case.reference()
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        share_out(monkeypatch)
+        check(case, reference, backward=False)
+
+
+@pytest.mark.parametrize("old, new", [
+    ("exponential(*of_part(call, call.m, at, part, i) - shift)", "real(1)"),
+    ("if (part < parts - 1)", "if (part < parts)"),
+    ("j_low += part * call.part_keys", "j_low += 0"),
+    ("+ part * rows_of_part(call);", "+ 0 * rows_of_part(call);"),
+])  # fmt: skip
+def test_broken_parts_are_caught(old, new, device_by_name, monkeypatch):
+    # Planned for six blocks of keys, a part each; with this offset the band reaches into seven.
+    case = make(B=1, Hq=2, Tq=128, Tk=256, d=24, window=(63, 0), q_offset=94)
+    reference = case.reference()
+    whole = compile.source
+    assert old in whole("fa2_forward.cu", "")
+    merged = share_out(monkeypatch)
+    check(case, reference, backward=False)
+    assert merged
+    monkeypatch.setattr(problem, "_MEMO", {})
+    monkeypatch.setattr(compile, "source", lambda name, preamble: whole(name, preamble).replace(old, new))
+    with pytest.raises(AssertionError):
+        check(case, reference, backward=False)
 
 
 # ---- the tests can fail ---------------------------------------------------------------------------------------

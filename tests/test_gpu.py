@@ -72,6 +72,27 @@ def test_long_awkward_lengths(T, d, dtype):
         check(case, case.reference())
 
 
+@pytest.mark.parametrize("name", ["few rows", "a triangle", "options", "padding"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_keys_in_parts(dtype, name):
+    """Grids too small for the device: thread blocks share the keys. The bits are the same each time."""
+    case = {
+        "few rows": make(B=1, Hq=2, Tq=5, Tk=3000, d=64, dtype=dtype),
+        "a triangle": make(B=1, Hq=2, Hkv=1, Tq=1100, d=40, dv=24, dtype=dtype, causal=True),
+        "options": make(B=2, Hq=2, Tq=33, Tk=2500, d=72, dtype=dtype, causal=True, dropout=0.2, softcap=5.0,
+                        sinks=np.array([0.5, -1.0], np.float32), alibi_slopes=np.array([0.01, 0.002])),
+        "padding": make(B=2, Hq=2, Tq=300, Tk=2500, d=64, dtype=dtype, causal=True, q_lengths=[300, 7],
+                        kv_lengths=[1, 2500]),
+    }[name]  # fmt: skip
+    poison_pool()
+    check(case, case.reference(), small_on_device=dtype == "float16")
+    gpu = on_gpu(case)
+    assert rf.explain(gpu.q, gpu.k, gpu.v, **gpu.options).tiles.parts > 1
+    first, _ = gpu.forward()
+    for _ in range(5):
+        assert np.array_equal(to_host(gpu.forward()[0]), to_host(first))
+
+
 @pytest.mark.parametrize("d, dv", [(256, 256), (192, 128), (8, 256), (250, 1), (96, 96)])
 @pytest.mark.parametrize("dtype", DTYPES)
 @algorithms
@@ -214,19 +235,23 @@ def test_more_than_two_to_the_31_elements():
     out, lse = rf.attention(q, k, v, **options)
     dout = v[::-1]
     gradients = rf.attention_backward(dout, q, k, v, out, lse, window=(100, 0), deterministic=True)
+
+    def far(a, b):  # not the bits: tiles begin at other rows
+        a, b = a.astype(np.float32), b.astype(np.float32)
+        return float(cupy.abs(a - b).max() / cupy.abs(b).max())
+
     n = 1000
     for rows in (slice(0, n), slice(T - n, T)):  # a row reaches 100 keys back, and a key 100 rows on
         part = [x[rows] for x in (q, k, v)]
         want, want_lse = rf.attention(*part, **options)
         good = slice(101, n - 101) if rows.start else slice(0, n - 101)
-        assert bool((out[rows][good] == want[good]).all()) and bool((lse[rows][good] == want_lse[good]).all())
+        assert far(out[rows][good], want[good]) <= 2e-3 and far(lse[rows][good], want_lse[good]) <= 1e-5
         part_gradients = rf.attention_backward(
             dout[rows], *part, want, want_lse, window=(100, 0), deterministic=True
         )
         good = slice(202, n - 202)
         for a, b in zip(gradients, part_gradients, strict=True):
-            difference = cupy.abs(a[rows][good].astype(np.float32) - b[good].astype(np.float32)).max()
-            assert float(difference) <= 2e-3 * float(cupy.abs(b).max())
+            assert far(a[rows][good], b[good]) <= 2e-3
 
 
 # ---- bits
@@ -264,7 +289,7 @@ def test_dropout_keeps_what_dropout_mask_says(algorithm):
 def test_graphs_replay_the_same_bits(algorithm, deterministic):
     import cupy
 
-    case = make(B=2, Hq=4, Hkv=2, Tq=200, d=64, causal=True, kv_lengths=[200, 150])
+    case = make(B=2, Hq=4, Hkv=2, Tq=200, Tk=900, d=64, causal=True, kv_lengths=[900, 150])
     gpu = on_gpu(case)
     options = dict(algorithm=algorithm, deterministic=deterministic)
 

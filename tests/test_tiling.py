@@ -1,13 +1,16 @@
 """Blocks from M: the formula, the byte sum, the granule, and honest refusals."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from rawflash.errors import BackendError, ProblemError, TileError
-from rawflash.hardware import CHIPS, Chip, chip, chip_of
+from rawflash.hardware import CHIPS, Chip, chip, chip_of, kernels_on
 from rawflash.problem import Problem
-from rawflash.tiling import DAO_BACKWARD_BLOCKS, RESIDENT, STREAMED, plan_tiles
+from rawflash.tiling import DAO_BACKWARD_BLOCKS, RESIDENT, STREAMED, key_ranges, parts_of, plan_tiles
+from rawflash.traffic import visits
 
 LOOPS = Chip("loops", 1 << 16, 1, "loops")
 VECTOR = Chip("vector", 1 << 16, 16, "vector", 512)
@@ -164,3 +167,51 @@ def test_a_cache_is_advice_and_sram_is_a_limit():
         plan_tiles(problem(d=2048, sram=1 << 16), soft, "backward")
     with pytest.raises(TileError, match=r"blocks of 16 rows need .* bytes; M is 65536 bytes \(sm_75\)"):
         plan_tiles(problem(d=2048), chip("sm_75"), "backward")
+
+
+# ---- keys shared out over thread blocks -------------------------------------------------------------
+
+
+def on_processors(n, T=2048, heads=8, **more):
+    row = replace(kernels_on("cupy_raw", chip("sm_90")), processors=n)
+    asked = problem(T=T, Hq=heads, Hkv=heads, backend="cupy_raw", **more)
+    return asked, plan_tiles(asked, row, "forward")
+
+
+def test_keys_are_shared_out_where_processors_would_be_idle():
+    _, tiles = on_processors(132, causal=True)  # 128 blocks, of 2 to 32 steps
+    assert (tiles.parts, tiles.part_keys) == (2, 1024)
+    assert "keys in up to 2 parts of 1024" in str(tiles)
+    _, tiles = on_processors(132, T=128 * 1024, heads=1, Tq=1)
+    assert tiles.parts * tiles.part_keys >= 128 * 1024
+    assert 32 <= tiles.parts <= 64
+
+
+@pytest.mark.parametrize("n, options", [
+    (None, dict(causal=True)),  # a chip of the table, not a device that was asked
+    (132, {}),  # 128 blocks of 32 steps
+    (132, dict(causal=True, heads=64)),
+    (132, dict(causal=True, algorithm="fa1")),
+    (132, dict(T=150, heads=1)),
+    (132, dict(Tq=0)),
+    (132, dict(Tk=0)),
+])  # fmt: skip
+def test_keys_are_not_shared_out_for_nothing(n, options):
+    _, tiles = on_processors(n, **options)
+    assert (tiles.parts, tiles.part_keys) == (1, 0)
+
+
+@given(
+    st.integers(1, 3000), st.integers(0, 3000), st.booleans(), st.none() | st.integers(0, 400),
+    st.sampled_from(["float16", "float32", "float64"]), st.integers(1, 200),
+)  # fmt: skip
+def test_parts_cover_what_blocks_of_rows_see(Tq, Tk, causal, left, dtype, processors):
+    window = None if left is None else (left, 0)
+    asked, tiles = on_processors(processors, Tq=Tq, Tk=Tk, heads=2, causal=causal, window=window, dtype=dtype)
+    ranges = key_ranges(asked, tiles.br, tiles.bc, Tq, Tk, Tk - Tq)
+    pairs = sum(-(-(high - low) // tiles.bc) for low, high in ranges if high > low)
+    assert 2 * pairs == visits(asked, tiles.br, tiles.bc).pairs
+    assert tiles.part_keys % tiles.bc == 0
+    for low, high in ranges:
+        assert high - low <= tiles.parts * tiles.part_keys or tiles.parts == 1
+        assert 1 <= parts_of(tiles, low, high) <= tiles.parts

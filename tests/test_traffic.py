@@ -122,6 +122,20 @@ def test_fa2_forward_by_hand():
     assert dict(memory.stores) == {"O": T * D, "lse": T}
 
 
+def test_parts_of_the_keys_by_hand():
+    """Rows 0-3 see keys 0-3, one part; rows 4-7 keys 0-7, two; rows 8-9 keys 0-9, three."""
+    problem = Problem(Tq=10, Tk=10, d=3, dv=5, causal=True)
+    whole = traffic(problem, Tiles(4, 4), "forward")
+    parts = traffic(problem, Tiles(4, 4, parts=3, part_keys=4), "forward")
+    stored = 2 * 4 + 3 * 2
+    assert parts.load("O") == stored * 5 and parts.store("O") == (10 + stored) * 5
+    assert parts.load("Q") == (10 + 4 + 2 * 2) * 3
+    assert parts.load("m") == parts.store("m") == parts.store("l") == stored
+    assert (parts.load("K"), parts.load("V")) == (whole.load("K"), whole.load("V"))
+    two = traffic(problem, Tiles(4, 4, parts=2, part_keys=4), "forward")
+    assert two.store("O") == (10 + 2 * 4 + 2 * 2) * 5
+
+
 def test_rowwise_loads_keys_once_if_they_fit():
     q, k, v, _ = square()
     _, memory, _ = run(q, k, v, algorithm="rowwise", sram=4 * 4 * T * D)

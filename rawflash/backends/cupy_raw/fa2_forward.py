@@ -10,9 +10,19 @@ from rawflash.tiling import Tiles
 
 def fa2_forward(problem: Problem, tiles: Tiles, x: Operands, out: Target, lse: Target) -> None:
     """Write ``out`` and ``lse``, all of both."""
-    kernels = launcher("fa2_forward.cu", problem, tiles, x, {"o": out, "lse": lse})
-    blocks = blocks_of(problem.Tq, tiles.br)
-    call = kernels.call(problem, x, {"o.data": out.address, "lse.data": lse.address, "blocks": blocks})
+    blocks, parts = blocks_of(problem.Tq, tiles.br), tiles.parts
+    kernels = launcher("fa2_forward.cu", problem, tiles, x, {"o": out, "lse": lse},
+                       blocks=blocks, parts=parts, part_keys=tiles.part_keys)  # fmt: skip
+    values = {"o.data": out.address, "lse.data": lse.address}
+    if parts > 1:
+        # O, m and l of every part; O of the first lies in the output where that has numbers as wide
+        rows = x.q.shape[0] * x.q.shape[1] * x.q.shape[2]
+        kept = parts - (problem.dtype == problem.compute_dtype)
+        O, m, l = (kernels.workspace(rows * n) for n in (kept * problem.dv, parts, parts))
+        values |= {"sums": O.data.ptr, "m.data": m.data.ptr, "l.data": l.data.ptr}
+    call = kernels.call(problem, x, values)
     if problem.varlen:
         kernels.run_over("clear_results", x.q.shape[1] * x.q.shape[2], call)
-    kernels.run("fa2_forward", blocks * problem.Hq * problem.B, call, tiles.smem_bytes)
+    kernels.run("fa2_forward", blocks * parts * problem.Hq * problem.B, call, tiles.smem_bytes)
+    if parts > 1:
+        kernels.run("fa2_forward_merge", blocks * problem.Hq * problem.B, call)

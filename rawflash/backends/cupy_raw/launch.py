@@ -48,6 +48,7 @@ def _fields() -> list[str]:
     words += [f"{name}.{part}" for name in tables for part in ("data", "bytes")]
     words += [f"mask.{n}" for n in range(MASK_WORDS)]
     words += ["offset", "offset_given", "B", "Hq", "Hkv", "Tq", "Tk", "rows_q", "rows_k", "blocks"]
+    words += ["parts", "part_keys"]
     words += ["band_lower", "band_upper", "keep_threshold", "seed", "scale", "softcap", "keep_scale"]
     return words
 
@@ -137,13 +138,17 @@ class Launcher:
         Of the first of these calls.
     written : dict of str to Target
         What the kernels write, by the name of its matrix or statistic in call.cuh.
+    fixed : dict of str to int
+        Further words that are the same for all calls.
 
     Notes
     -----
     The kernels hold everything else that decides their text; a launcher is kept in ``x.memo``.
     """
 
-    def __init__(self, file: str, problem: Problem, tiles: Tiles, x: Operands, written: dict[str, Any]) -> None:
+    def __init__(
+        self, file: str, problem: Problem, tiles: Tiles, x: Operands, written: dict[str, Any], fixed: dict[str, int]
+    ) -> None:
         self.problem = problem
         matrices = {name: getattr(x, name) for name in ("q", "k", "v", "o", "dout") if getattr(x, name) is not None}
         statistics = {name: getattr(x, name) for name in ("lse", "dlse") if getattr(x, name) is not None}
@@ -169,6 +174,7 @@ class Launcher:
         # Addresses that change from call to call: the argument's name and its word.
         arguments = [name for name in x.addresses if name not in _ELSEWHERE]
         self.moving = [(name, _WORD[_ADDRESS.get(name, f"{name}.data")]) for name in arguments]
+        self._put(**fixed)
         self._describe(problem, x, matrices, statistics)
         self._mask(x, words)
 
@@ -322,11 +328,13 @@ class Launcher:
         self.run(kernel, min(blocks_of(items * threads_each, THREADS), MOST_STRIDING), words)
 
 
-def launcher(file: str, problem: Problem, tiles: Tiles, x: Operands, written: dict[str, Target]) -> Launcher:
+def launcher(
+    file: str, problem: Problem, tiles: Tiles, x: Operands, written: dict[str, Target], **fixed: int
+) -> Launcher:
     """The launcher of a kernel file for this call: the one that an earlier call like it made, or a new one."""
     made = x.memo.get(file)
     if made is None:
-        made = x.memo[file] = Launcher(file, problem, tiles, x, written)
+        made = x.memo[file] = Launcher(file, problem, tiles, x, written, fixed)
     return made
 
 

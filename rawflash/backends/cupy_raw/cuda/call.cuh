@@ -24,7 +24,7 @@ struct Table {  // integers, one for each sequence (cu_seqlens: and one more); b
 struct Call {
     Matrix q, k, v, o, dout, dq, dk, dv;
     Statistic lse, dlse, delta, m, l;
-    real* sums;  // real workspace (slots, Hq, rows of q, d or dv): O of fa1, dQ of the backward passes
+    real* sums;  // real workspace (slots, Hq, rows of q, d or dv): O of fa1, of each further part of fa2, dQ of the backward passes
     Pairs bias;
     real* dbias;  // contiguous, of the extents below
     long long bias_b, bias_h, bias_i, bias_j;
@@ -39,6 +39,7 @@ struct Call {
     long long B, Hq, Hkv, Tq, Tk;    // packed sequences: Tq and Tk are the longest
     long long rows_q, rows_k;        // of the arrays; packed sequences: all of them together
     long long blocks;                // blocks of rows that the grid has for each head
+    long long parts, part_keys;      // fa2 forward: how many blocks of threads share the keys of a block of rows, keys of each
     long long band_lower, band_upper;
     long long keep_threshold, seed;
     double scale, softcap, keep_scale;
@@ -96,4 +97,10 @@ __device__ __forceinline__ real* row_of(const Statistic& statistic, long long sl
 __device__ __forceinline__ real* sums_of(const Call& call, long long slot, long long h, long long t, int width)
 {
     return call.sums + ((slot * call.Hq + h) * call.rows_q + t) * width;
+}
+
+__device__ __forceinline__ void store_lse(const Call& call, long long slot, long long h, long long t, real lse)
+{
+    if (call.lse.data)  // somebody asked for it
+        *row_of(call.lse, slot, h, t) = lse;
 }

@@ -18,12 +18,10 @@
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) fa1_forward(const __grid_constant__ Call call)
 {
     extern __shared__ __align__(VECTOR_BYTES) unsigned char on_chip[];
-    real* const Q = (real*)on_chip;
-    real* const K = Q + BR * PITCH_D;
-    real* const V = K + BC * PITCH_D;
-    real* const P = V + BC * PITCH_V;
+    ResidentTiles tiles((real*)on_chip);
     constexpr int R = ScoreTile::R, C = ScoreTile::C, CV = QueryTile<DV>::C;
     static_assert(ScoreTile::ROW_IN_WARP, "the softmax takes whole rows");
+    static_assert(!SPLIT || BC <= BR, "K_j lands where Q_i lies later");
 
     const Sequence s = sequence(call, blockIdx.x / call.Hq);
     const Head at = head(call, s, blockIdx.x % call.Hq);
@@ -33,7 +31,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) fa1_forward(const 
     real* const O_rows = sums_of(call, s.slot, at.h, s.q_start, DV);
     real* const m_rows = row_of(call.m, s.slot, at.h, s.q_start);
     real* const l_rows = row_of(call.l, s.slot, at.h, s.q_start);
-    clear_tiles(Q);
+    clear_tiles(tiles.Q);
 
     // O = 0, m = -inf, l = 0
     for (long long n = threadIdx.x; n < s.q_length * DV; n += THREADS)
@@ -48,10 +46,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) fa1_forward(const 
         if (tile.kind == EMPTY)
             continue;
         __syncthreads();  // no thread reads K, V or Q of the block before; O, m and l of all rows are written
-        // Load K_j, V_j and the first Q_i
-        load_tile<BC, D, PITCH_D>(K, keys + j0 * call.k.row, call.k.row, s.kv_length - j0);
-        load_tile<BC, DV, PITCH_V>(V, values + j0 * call.v.row, call.v.row, s.kv_length - j0);
-        load_tile<BR, D, PITCH_D>(Q, queries + tile.start * call.q.row, call.q.row, s.q_length - tile.start);
+        // Load K_j and V_j, then the first Q_i
+        load_tile<BC, D, PITCH_D>(tiles.K, keys + j0 * call.k.row, call.k.row, s.kv_length - j0);
+        load_tile<BC, DV, PITCH_V>(tiles.V, values + j0 * call.v.row, call.v.row, s.kv_length - j0);
+        commit_copies();
+        await_copies<0>();
+        __syncthreads();  // K_j and V_j are there
+        tiles.landed();
+        load_tile<BR, D, PITCH_D>(tiles.Q, queries + tile.start * call.q.row, call.q.row, s.q_length - tile.start);
         commit_copies();
         while (tile.kind != EMPTY) {
             const long long i0 = tile.start;
@@ -64,29 +66,31 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) fa1_forward(const 
                 const bool exists = i < s.q_length;
                 m[r] = exists ? m_rows[i] : -INFINITE;
                 before[r] = exists ? l_rows[i] : real(0);
+                if (exists) {
+                    read_sums<QueryTile<DV>, DV>(O_rows + i * DV, O[r]);
+                } else {
 #pragma unroll
-                for (int c = 0; c < CV; c++) {
-                    const int x = QueryTile<DV>::column(c);
-                    O[r][c] = exists && x < DV ? O_rows[i * DV + x] : real(0);
+                    for (int c = 0; c < CV; c++)
+                        O[r][c] = real(0);
                 }
             }
             await_copies<0>();
-            __syncthreads();  // Q_i, and at first K_j and V_j, are there; every thread has read m_i and l_i
+            __syncthreads();  // Q_i is there; every thread has read m_i and l_i
 
             // S = Q K^T
             real S[R][C];
             fill(S, real(0));
-            product_nt<DEPTH_D>(S, Q, PITCH_D, K, PITCH_D);
-            finish_scores(call, at, S, P, i0, j0, tile.kind);
+            tiles.add_scores(S);
+            finish_scores(call, at, S, tiles.P, i0, j0, tile.kind);
 
             // m_new = max(m, rowmax(S)); P = exp(S - m_new); l_new = alpha l + rowsum(P)
 #pragma unroll
             for (int r = 0; r < R; r++)
                 l[r] = real(0);
             softmax_step(S, m, l, alpha);
-            put_tile(P, S);
+            put_tile(tiles.P, S);
             if constexpr (DROPOUT)
-                drop(call, at, P, i0, j0);
+                drop(call, at, tiles.P, i0, j0);
 #pragma unroll
             for (int r = 0; r < R; r++) {
                 l[r] = before[r] * alpha[r] + sum_of_lanes<ROW_LANES>(l[r]);
@@ -96,7 +100,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) fa1_forward(const 
             }
             __syncthreads();  // P is there, and no thread reads Q_i any more
             if (next.kind != EMPTY)
-                load_tile<BR, D, PITCH_D>(Q, queries + next.start * call.q.row, call.q.row, s.q_length - next.start);
+                load_tile<BR, D, PITCH_D>(tiles.Q, queries + next.start * call.q.row, call.q.row, s.q_length - next.start);
             commit_copies();
 
             // O = (l alpha O + P V) / l_new
@@ -105,17 +109,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) fa1_forward(const 
 #pragma unroll
                 for (int c = 0; c < CV; c++)
                     O[r][c] *= before[r] * alpha[r];
-            product_nn<BC, DV>(O, P, PITCH_S, V, PITCH_V);
+            tiles.add_output(O);
 #pragma unroll
             for (int r = 0; r < R; r++) {
                 const long long i = i0 + ScoreTile::row(r);
                 const real inverse = l[r] == real(0) ? real(0) : real(1) / l[r];
-#pragma unroll
-                for (int c = 0; c < CV; c++) {
-                    const int x = QueryTile<DV>::column(c);
-                    if (i < s.q_length && x < DV)
-                        O_rows[i * DV + x] = O[r][c] * inverse;
-                }
+                if (i < s.q_length)
+                    write_sums<QueryTile<DV>, DV>(O_rows + i * DV, O[r], inverse);
             }
             tile = next;
         }
@@ -126,16 +126,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) fa1_forward(const 
     typedef RowColumns<DV> Row;
     const long long rows_end = PACKED ? s.q_length : call.Tq;
     for (long long i = thread_y(); i < rows_end; i += SIDE) {
-        real factor = real(0), lse = -INFINITE, l = i < s.q_length ? l_rows[i] : real(0), O[Row::C];
-#pragma unroll
-        for (int c = 0; c < Row::C; c++) {
-            const int x = Row::column(c);
-            O[c] = i < s.q_length && x < DV ? O_rows[i * DV + x] : real(0);
-        }
-        if (i < s.q_length)
+        real factor = real(0), lse = -INFINITE, l = real(0), O[Row::C] = {};
+        if (i < s.q_length) {
+            l = l_rows[i];
+            read_sums<Row, DV>(O_rows + i * DV, O);
             factor = l_rows[i] * finish_row(call, at, m_rows[i], l, lse);
+        }
         store_row<Row, DV>(row_of(call.o, s.slot, at.h, s.q_start + i), O, factor, l == real(0));
         if (thread_x() == 0)
-            *row_of(call.lse, s.slot, at.h, s.q_start + i) = lse;
+            store_lse(call, s.slot, at.h, s.q_start + i, lse);
     }
 }

@@ -5,6 +5,9 @@
 //
 // On chip:  Q (Br, d), K (Bc, d), V (Bc, dv), S = P (Br, Bc); in registers O (Br, dv), m, l.
 // Read per step: K_j and V_j, each while the other's product runs. Written once: O_i, lse_i.
+//
+// Where that would leave multiprocessors idle, the keys of a block of rows are shared out: each part of them has a thread block of its own, which
+// writes its O, m and l as they are, and fa2_forward_merge goes on as the online softmax does from one step to the next.
 
 #include "numbers.cuh"
 #include "call.cuh"
@@ -15,6 +18,31 @@
 #include "softmax.cuh"
 #include "padding.cuh"
 
+// Into how many parts the keys from j_low to j_high are divided, at least one. The last takes what is left.
+__device__ __forceinline__ int parts_of(const Call& call, long long j_low, long long j_high)
+{
+    if (call.parts == 1)
+        return 1;
+    return (int)clamp((j_high - j_low + call.part_keys - 1) / call.part_keys, 1, call.parts);
+}
+
+// Where the O of a part lies: the first one's in the output itself, if that has numbers as wide.
+constexpr bool FIRST_IN_OUTPUT = sizeof(elem) == sizeof(real);
+
+__device__ __forceinline__ long long rows_of_part(const Call& call) { return (PACKED ? 1 : call.B) * call.Hq * call.rows_q; }
+
+__device__ __forceinline__ real* sums_of_part(const Call& call, const Head& at, int part, long long i)
+{
+    if (FIRST_IN_OUTPUT && part == 0)
+        return (real*)row_of(call.o, at.s.slot, at.h, at.s.q_start + i);
+    return sums_of(call, at.s.slot, at.h, at.s.q_start + i, DV) + (part - FIRST_IN_OUTPUT) * rows_of_part(call) * DV;
+}
+
+__device__ __forceinline__ real* of_part(const Call& call, const Statistic& statistic, const Head& at, int part, long long i)
+{
+    return row_of(statistic, at.s.slot, at.h, at.s.q_start + i) + part * rows_of_part(call);
+}
+
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) fa2_forward(const __grid_constant__ Call call)
 {
     extern __shared__ __align__(VECTOR_BYTES) unsigned char on_chip[];
@@ -22,8 +50,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) fa2_forward(const 
     constexpr int R = ScoreTile::R, C = ScoreTile::C, CV = QueryTile<DV>::C;
     static_assert(ScoreTile::ROW_IN_WARP, "the softmax takes whole rows");
 
-    // The last blocks first: under a causal mask they have the most keys.
-    const long long block = call.blocks - 1 - blockIdx.x % call.blocks, bh = blockIdx.x / call.blocks;
+    // The last blocks first: under a causal mask they have the most keys. All of one head, so that its K and V stay in L2; but of a grid so
+    // small that keys are shared out, first the last blocks of all heads.
+    long long block = blockIdx.x % call.blocks, bh = blockIdx.x / call.blocks;
+    int part = 0;
+    if (call.parts > 1) {
+        const long long heads = call.B * call.Hq;
+        block = blockIdx.x / heads / call.parts;
+        part = (int)(blockIdx.x / heads % call.parts);
+        bh = blockIdx.x % heads;
+    }
+    block = call.blocks - 1 - block;
     const Sequence s = sequence(call, bh / call.Hq);
     const Head at = head(call, s, bh % call.Hq);
     const long long i0 = block * BR;
@@ -41,6 +78,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) fa2_forward(const 
     const elem* const values = row_of(call.v, s.slot, at.h_kv, s.k_start);
     long long j_low, j_high;
     key_range(call, s, i0, j_low, j_high);
+    const int parts = parts_of(call, j_low, j_high);
+    if (part >= parts)
+        return;
+    j_low += part * call.part_keys;
+    if (part < parts - 1)
+        j_high = j_low + call.part_keys;
     Block tile = next_keys(call, at, i0, j_low, j_high);
 
     // Load Q_i and the first K_j
@@ -92,6 +135,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) fa2_forward(const 
     for (int r = 0; r < R; r++) {
         const long long i = i0 + ScoreTile::row(r);
         real total = sum_of_lanes<ROW_LANES>(l[r]);
+        if (parts > 1) {  // fa2_forward_merge does the rest
+            if (i < s.q_length) {
+                write_sums<QueryTile<DV>, DV>(sums_of_part(call, at, part, i), O[r], real(1));
+                if (row_lane() == 0) {
+                    *of_part(call, call.m, at, part, i) = m[r];
+                    *of_part(call, call.l, at, part, i) = total;
+                }
+            }
+            continue;
+        }
         real factor = real(0), lse = -INFINITE;
         if (i < s.q_length)
             factor = finish_row(call, at, m[r], total, lse);
@@ -99,7 +152,43 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) fa2_forward(const 
         if (i < rows_end) {
             store_row<QueryTile<DV>, DV>(row_of(call.o, s.slot, at.h, s.q_start + i), O[r], factor, empty);
             if (row_lane() == 0)
-                *row_of(call.lse, s.slot, at.h, s.q_start + i) = lse;
+                store_lse(call, s.slot, at.h, s.q_start + i, lse);
         }
+    }
+}
+
+// O, m and l of all parts -> O = O / l, lse. The grid is that of fa2_forward with one part.
+extern "C" __global__ void __launch_bounds__(THREADS) fa2_forward_merge(const __grid_constant__ Call call)
+{
+    typedef RowColumns<DV> Row;
+    const long long i0 = blockIdx.x % call.blocks * BR, bh = blockIdx.x / call.blocks;
+    const Sequence s = sequence(call, bh / call.Hq);
+    const Head at = head(call, s, bh % call.Hq);
+    const long long rows_end = least(PACKED ? s.q_length : call.Tq, i0 + BR);
+    long long j_low, j_high;
+    key_range(call, s, i0, j_low, j_high);
+    const int parts = parts_of(call, j_low, j_high);
+    if (parts == 1)
+        return;
+    for (long long i = i0 + thread_y(); i < rows_end; i += SIDE) {
+        real m = -INFINITE, l = 0, factor = 0, lse = -INFINITE, O[Row::C] = {};
+        if (i < s.q_length) {
+            for (int part = 0; part < parts; part++)
+                m = larger(m, *of_part(call, call.m, at, part, i));
+            const real shift = m == -INFINITE ? real(0) : m;
+            for (int part = 0; part < parts; part++) {
+                const real weight = exponential(*of_part(call, call.m, at, part, i) - shift);
+                real more[Row::C];
+                read_sums<Row, DV>(sums_of_part(call, at, part, i), more);
+                l += weight * *of_part(call, call.l, at, part, i);
+#pragma unroll
+                for (int c = 0; c < Row::C; c++)
+                    O[c] += weight * more[c];
+            }
+            factor = finish_row(call, at, m, l, lse);
+        }
+        store_row<Row, DV>(row_of(call.o, s.slot, at.h, s.q_start + i), O, factor, i >= s.q_length || l == real(0));
+        if (thread_x() == 0)
+            store_lse(call, s.slot, at.h, s.q_start + i, lse);
     }
 }

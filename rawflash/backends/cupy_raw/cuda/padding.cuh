@@ -5,7 +5,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) clear_results(const __grid
 {
     clear_matrix<DV>(call.o, 1, call.Hq, call.rows_q);
     for (long long n = (long long)blockIdx.x * THREADS + threadIdx.x; n < call.Hq * call.rows_q; n += (long long)gridDim.x * THREADS)
-        *row_of(call.lse, 0, n / call.rows_q, n % call.rows_q) = -INFINITE;
+        store_lse(call, 0, n / call.rows_q, n % call.rows_q, -INFINITE);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS) clear_gradients(const __grid_constant__ Call call)

@@ -14,8 +14,8 @@
 #include "mma/split_tiles.cuh"
 #else
 
-// The tiles of the forward pass with K/V inside: the products read K_j and V_j where they land.
-struct ForwardTiles {
+// The tiles of the forward passes: the products read K_j and V_j where they land.
+struct ForwardTiles {  // K/V inside
     real *Q, *K, *V, *P;
 
     __device__ __forceinline__ ForwardTiles(real* memory)
@@ -28,6 +28,11 @@ struct ForwardTiles {
     __device__ __forceinline__ void before_P() {}
     template <int R, int C> __device__ __forceinline__ void add_scores(real (&S)[R][C]) { product_nt<DEPTH_D>(S, Q, PITCH_D, K, PITCH_D); }
     template <int R, int C> __device__ __forceinline__ void add_output(real (&O)[R][C]) { product_nn<BC, DV>(O, P, PITCH_S, V, PITCH_V); }
+};
+
+struct ResidentTiles : ForwardTiles {  // K/V outside
+    using ForwardTiles::ForwardTiles;
+    __device__ __forceinline__ void landed() {}
 };
 
 #endif

@@ -127,6 +127,36 @@ __device__ __forceinline__ void store_row(elem* to, const real (&values)[Layout:
     }
 }
 
+// The columns of Layout that a thread owns in a row of COLUMNS sums; 0 past the row's end.
+template <class Layout, int COLUMNS> __device__ __forceinline__ void read_sums(const real* from, real (&values)[Layout::C])
+{
+    constexpr int WIDTH = ALIGNED && COLUMNS % Layout::WIDTH == 0 ? Layout::WIDTH : 1;
+#pragma unroll
+    for (int c = 0; c < Layout::C; c += WIDTH) {
+        const int x = Layout::column(c);
+        const Vector<WIDTH> chunk = x < COLUMNS ? vector<WIDTH>(from + x) : Vector<WIDTH>{};
+#pragma unroll
+        for (int e = 0; e < WIDTH; e++)
+            values[c + e] = chunk.x[e];
+    }
+}
+
+// to[x] = factor * values for the same columns.
+template <class Layout, int COLUMNS> __device__ __forceinline__ void write_sums(real* to, const real (&values)[Layout::C], real factor)
+{
+    constexpr int WIDTH = ALIGNED && COLUMNS % Layout::WIDTH == 0 ? Layout::WIDTH : 1;
+#pragma unroll
+    for (int c = 0; c < Layout::C; c += WIDTH) {
+        const int x = Layout::column(c);
+        Vector<WIDTH> chunk;
+#pragma unroll
+        for (int e = 0; e < WIDTH; e++)
+            chunk.x[e] = values[c + e] * factor;
+        if (x < COLUMNS)
+            *reinterpret_cast<Vector<WIDTH>*>(to + x) = chunk;
+    }
+}
+
 // Zeros in every row of a matrix (`rows` for each head), by the whole grid.
 template <int COLUMNS>
 __device__ __forceinline__ void clear_matrix(const Matrix& matrix, long long slots, long long heads, long long rows)

@@ -1,5 +1,5 @@
-// The tiles of the forward pass with K/V inside, for products of split.cuh. Every warp reads all of K_j and V_j, so that splitting them once,
-// when they have landed, is a fraction of the work. P takes the place of K's parts.
+// The tiles of the forward passes, for products of split.cuh. Every warp reads all of K_j and V_j, so that splitting them once,
+// when they have landed, is a fraction of the work.
 
 // B as a tile that was split once: pairs of neighbours along the depth, PITCH of them from row to row, PART from part to part. The depths
 // in the order of AlongRows.
@@ -22,19 +22,13 @@ template <bool DOWN_COLUMNS, int PITCH, int PART> struct SplitB {
     }
 };
 
-struct ForwardTiles {
+// K_j and V_j as parts, and the products with them.
+struct SplitBlock {
     static constexpr int PART_K = BC * PITCH_D / 2, PART_V = BC / 2 * PITCH_V;  // pairs of one part
-    static constexpr int K_OR_P = most_of(PARTS * PART_K, BR * PITCH_S);
-    float *Q, *K, *V, *P;  // K, V: where they land, one after the other
+    float *Q, *K, *V, *P;  // K, V: where they land
     unsigned *parts_K, *parts_V;
 
-    __device__ __forceinline__ ForwardTiles(float* memory)
-        : Q(memory), K(memory + BR * PITCH_D + K_OR_P + PARTS * PART_V), V(K), P(memory + BR * PITCH_D), parts_K((unsigned*)P),
-          parts_V((unsigned*)P + K_OR_P)
-    {
-    }
-
-    __device__ __forceinline__ void keys_landed()
+    __device__ __forceinline__ void split_keys()
     {
         constexpr int PAIRS = DEPTH_D / 2;
         for (int n = threadIdx.x; n < BC * PAIRS; n += THREADS) {
@@ -46,19 +40,15 @@ struct ForwardTiles {
                 pair.x[1] = 0;
             store_parts(parts_K + row * (PITCH_D / 2) + x, PART_K, pair.x[0], pair.x[1]);
         }
-        __syncthreads();  // K_j is split, and where it landed is free
     }
 
-    __device__ __forceinline__ void values_landed()
+    __device__ __forceinline__ void split_values()
     {
         for (int n = threadIdx.x; n < BC / 2 * DV; n += THREADS) {
             const int row = n / DV, x = n % DV;
             store_parts(parts_V + row * PITCH_V + x, PART_V, V[2 * row * PITCH_V + x], V[(2 * row + 1) * PITCH_V + x]);
         }
-        __syncthreads();  // V_j is split, and where it landed is free
     }
-
-    __device__ __forceinline__ void before_P() { __syncthreads(); }  // no thread reads K's parts any more
 
     template <int R, int C> __device__ __forceinline__ void add_scores(float (&S)[R][C])
     {
@@ -77,5 +67,53 @@ struct ForwardTiles {
 #pragma unroll
         for (int p = 0; p < PARTS; p++)
             to[p * part] = pair[p];
+    }
+};
+
+// K/V inside: K_j and V_j land at one place, one after the other, and are split at each step. P takes the place of K's parts.
+struct ForwardTiles : SplitBlock {
+    static constexpr int K_OR_P = most_of(PARTS * PART_K, BR * PITCH_S);
+
+    __device__ __forceinline__ ForwardTiles(float* memory)
+    {
+        Q = memory;
+        P = Q + BR * PITCH_D;
+        parts_K = (unsigned*)P;
+        parts_V = parts_K + K_OR_P;
+        K = V = (float*)(parts_V + PARTS * PART_V);
+    }
+
+    __device__ __forceinline__ void keys_landed()
+    {
+        split_keys();
+        __syncthreads();  // K_j is split, and where it landed is free
+    }
+
+    __device__ __forceinline__ void values_landed()
+    {
+        split_values();
+        __syncthreads();  // V_j is split, and where it landed is free
+    }
+
+    __device__ __forceinline__ void before_P() { __syncthreads(); }  // no thread reads K's parts any more
+};
+
+// K/V outside: they are split once for all rows of Q, and land where Q and P come later.
+struct ResidentTiles : SplitBlock {
+    static constexpr int P_OR_V = most_of(BR * PITCH_S, BC * PITCH_V);
+
+    __device__ __forceinline__ ResidentTiles(float* memory)
+    {
+        Q = K = memory;
+        P = V = Q + BR * PITCH_D;
+        parts_K = (unsigned*)(P + P_OR_V);
+        parts_V = parts_K + PARTS * PART_K;
+    }
+
+    __device__ __forceinline__ void landed()
+    {
+        split_keys();
+        split_values();
+        __syncthreads();  // K_j and V_j are split, and where they landed is free
     }
 };
