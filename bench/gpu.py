@@ -1,7 +1,7 @@
 """Time the GPU kernels beside PyTorch and dense CuPy, in one process, and write a record.
 
     python bench/gpu.py                     # every table, record in bench/results/
-    python bench/gpu.py --only peers        # some tables: host_overhead, peers, against_dense, doubles
+    python bench/gpu.py --only peers        # some tables: host_overhead, start, peers, against_dense, doubles
     python bench/gpu.py --tune 128 float32  # blocks by hand for one head dimension: which are fastest
 
 Device time: calls queued between two events, kernels alternating round by round (burst), and each for a while on its
@@ -19,11 +19,13 @@ import datetime
 import itertools
 import json
 import math
+import os
 import pathlib
 import platform
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 import traceback
 from contextlib import suppress
@@ -123,15 +125,28 @@ def dense(x, causal):
     return call
 
 
+class Peak(cupy.cuda.MemoryHook):
+    """The most bytes that were taken from CuPy's pool at a time, beyond those taken before."""
+
+    name = "Peak"
+
+    def __init__(self):
+        self.now = self.most = 0
+
+    def malloc_postprocess(self, **found):
+        self.now += found["mem_size"]
+        self.most = max(self.most, self.now)
+
+    def free_postprocess(self, **found):
+        self.now -= found["mem_size"]
+
+
 def extra_bytes(call):
     """Most device memory that a call takes beside its inputs and its result."""
-    pool = cupy.get_default_memory_pool()
     call()
-    pool.free_all_blocks()
-    before = pool.total_bytes()
-    result = call()
-    cupy.cuda.get_current_stream().synchronize()
-    return pool.total_bytes() - before - result.nbytes
+    with Peak() as peak:
+        result = call()
+        return peak.most - result.nbytes
 
 
 def compare(ours, theirs):
@@ -279,6 +294,45 @@ def host_overhead(name):
     return {"call": name, "microseconds": round(best * 1e6, 2)}
 
 
+START = """
+import json, sys, time
+import cupy
+import rawflash as rf
+from rawflash.backends.cupy_raw import compile
+
+x = cupy.zeros((1, 2, 300, 64), sys.argv[1])
+cupy.cuda.get_current_stream().synchronize()
+load, loads = compile.load, []
+
+def timed(what):
+    start = time.perf_counter()
+    result = what()
+    cupy.cuda.get_current_stream().synchronize()
+    return result, round(time.perf_counter() - start, 4)
+
+def loading(*arguments):
+    module, seconds = timed(lambda: load(*arguments))
+    loads.append(round(seconds * 1e3, 2))
+    return module
+
+compile.load = loading
+(out, lse), forward = timed(lambda: rf.attention(x, x, x, causal=True, return_lse=True))
+_, backward = timed(lambda: rf.attention_backward(x, x, x, x, out, lse, causal=True))
+print(json.dumps({"forward_s": forward, "backward_s": backward, "loads_ms": loads}))
+"""
+
+
+def start(dtype):
+    """The first call of a process on an empty cache of kernels, and of the next process."""
+    row = {"dtype": dtype}
+    with tempfile.TemporaryDirectory() as folder:
+        for name in ("first", "later"):
+            done = subprocess.run([sys.executable, "-c", START, dtype], env=os.environ | {"RAWFLASH_CACHE_DIR": folder},
+                                  capture_output=True, text=True, check=True)  # fmt: skip
+            row[name] = json.loads(done.stdout)
+    return row
+
+
 # Sizes that the project has set itself bounds for come first.
 SIZES = ((64, 2048), (128, 4096), (64, 4096), (128, 2048), (64, 8192), (128, 8192))
 BOTH = (False, True)
@@ -286,6 +340,7 @@ TABLES = {  # name: what makes a row, and its arguments row by row
     "host_overhead": (
         host_overhead, [("attention",), ("attention, lse",), ("attention, torch",), ("attention_backward",)]
     ),
+    "start": (start, [("float16",), ("float32",), ("float64",)]),
     "peers": (peer, [(*size, *how) for size in SIZES for how in itertools.product(BOTH, BOTH)]),
     "against_dense": (
         against_dense, [(*shape, causal) for shape in ((4, 16, 4096, 128), (1, 8, 2048, 64)) for causal in BOTH]
