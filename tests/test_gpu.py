@@ -157,20 +157,27 @@ def test_other_streams():
 
 
 def test_several_devices():
+    """The arrays' device is used, whichever is the current one, and stays the current one."""
     import cupy
+    import torch
 
     if cupy.cuda.runtime.getDeviceCount() < 2:
         pytest.skip("needs two GPUs")
-    case = make(Tq=100, d=64)
+    case = make(Tq=100, Tk=900, d=64, kv_lengths=[900, 30])
     here = case.reference()
-    with cupy.cuda.Device(1):
-        there = on_gpu(case)
-    assert cupy.cuda.runtime.getDevice() == 0
-    out, lse = there.forward()
-    assert out.device.id == 1 and lse.device.id == 1 and cupy.cuda.runtime.getDevice() == 0
-    assert_close("out", to_host(out), here)
-    with pytest.raises(rf.ProblemError, match="GPU"):
-        rf.attention(to_cupy(case.q), there.k, there.v)
+    for kind in ("cupy", "torch"):
+        with cupy.cuda.Device(1), torch.cuda.device(1):
+            there = on_gpu(case, kind)
+        assert cupy.cuda.runtime.getDevice() == torch.cuda.current_device() == 0
+        for algorithm in ALGORITHMS:
+            out, lse = there.forward(algorithm=algorithm)
+            gradients = there.backward(out, lse, algorithm=algorithm)
+            for name, result in zip(("out", "lse", "dq", "dk", "dv"), (out, lse, *gradients), strict=True):
+                assert (result.device.id if kind == "cupy" else result.get_device()) == 1
+                assert_close(name, to_host(result), here)
+        assert cupy.cuda.runtime.getDevice() == torch.cuda.current_device() == 0
+        with pytest.raises(rf.ProblemError, match="GPU"):
+            rf.attention(to_kind(case.q, kind), there.k, there.v)
 
 
 # ---- memory
