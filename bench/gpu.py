@@ -207,7 +207,7 @@ def versions():
     driver = "unknown"
     with suppress(OSError, subprocess.SubprocessError):
         query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-        driver = subprocess.run(query, capture_output=True, text=True, timeout=60).stdout.strip()
+        driver = subprocess.run(query, capture_output=True, text=True, timeout=60).stdout.split()[0]
     name = cupy.cuda.runtime.getDeviceProperties(0)["name"].decode()
     return {
         "gpu": name, "driver": driver, "rawflash": rf.__version__, "cupy": cupy.__version__, "torch": torch.__version__,
