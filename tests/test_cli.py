@@ -661,8 +661,8 @@ def test_explain_options(capsys):
 
 
 def test_explain_plans_the_kernels_of_cupy_raw(capsys, gpus):
-    """A chip by name is planned for as that chip would be if it were here."""
-    shape = ["explain", "--shape", "1,1,1,4096,4096,64"]
+    """A chip by name is planned for as that chip would be if it were here, for a grid that fills it."""
+    shape = ["explain", "--shape", "8,64,64,4096,4096,64"]
     for row in hardware.CHIPS.values():
         gpus.seen[0] = row.name.removeprefix("sm_"), row.on_chip_bytes
         hardware._gpu.cache_clear()
