@@ -1,7 +1,8 @@
 """Time the GPU kernels beside PyTorch and dense CuPy, in one process, and write a record.
 
     python bench/gpu.py                     # every table, record in bench/results/
-    python bench/gpu.py --only peers        # some tables: host_overhead, start, peers, against_dense, doubles
+    python bench/gpu.py --only peers        # some tables: host_overhead, start, peers, against_dense, doubles and
+                                            # numba_peers, numba_against_dense (the others are cupy_raw)
     python bench/gpu.py --tune 128 float32  # blocks by hand for one head dimension: which are fastest
 
 Device time: calls queued between two events, kernels alternating round by round (burst), and each for a while on its
@@ -42,7 +43,8 @@ from rawflash.backends import lookup
 from rawflash.problem import check
 
 QUEUED = 8
-CLOSE = 1e-3  # largest difference from a peer's result, as a part of its largest number
+# Largest difference from a peer's result, as a part of its largest number
+CLOSE = {"float32": 1e-3, "bfloat16": 3e-2}
 RESULTS = pathlib.Path(__file__).resolve().parent / "results"
 
 
@@ -108,6 +110,19 @@ def efficient(x, causal, backward=False):
     return lambda: gradient(dout, q, k, v, None, out, lse, seed, offset, 0.0, wanted, causal, scale=scale)
 
 
+def flash(x, causal, backward=False):
+    """PyTorch's FlashAttention-2."""
+    q, k, v, dout = x
+    scale = 1 / math.sqrt(q.shape[-1])
+    forward = torch.ops.aten._scaled_dot_product_flash_attention
+    if not backward:
+        return lambda: forward(q, k, v, 0.0, causal, scale=scale)
+    out, lse, cu_q, cu_k, most_q, most_k, seed, unused, _ = forward(q, k, v, 0.0, causal, scale=scale)
+    gradient = torch.ops.aten._scaled_dot_product_flash_attention_backward
+    rest = (cu_q, cu_k, most_q, most_k, 0.0, causal, seed, unused)
+    return lambda: gradient(dout, q, k, v, out, lse, *rest, scale=scale)
+
+
 def dense(x, causal):
     """What a user of CuPy writes today."""
     q, k, v, _ = (cupy.from_dlpack(a) for a in x)
@@ -153,9 +168,9 @@ def compare(ours, theirs):
     """Arrays of both calls, one or several each, are the same but for rounding."""
     ours, theirs = ((x,) if hasattr(x, "shape") else x for x in (ours, theirs))
     for a, b in zip(ours, theirs, strict=False):  # PyTorch's tuples are longer: lse, seeds, the gradient of a bias
-        b = cupy.from_dlpack(b)
-        difference = float(cupy.abs(a - b).max()) / float(cupy.abs(b).max())
-        assert difference <= CLOSE, f"results differ by {difference:.1e}"
+        a, b = (torch.from_dlpack(x) for x in (a, b))
+        difference = float((a.float() - b.float()).abs().max() / b.float().abs().max())
+        assert difference <= CLOSE[str(a.dtype).removeprefix("torch.")], f"results differ by {difference:.1e}"
 
 
 def by_hand(x, causal, backward, br, bc, **options):
@@ -219,28 +234,30 @@ def versions():
 # ---- rows of the tables --------------------------------------------------------------------------------------
 
 
-def peer(d, T, causal, backward):
-    """float32 beside PyTorch's memory-efficient attention."""
+def peer(d, T, causal, backward, dtype="float32", backend="cupy_raw"):
+    """float32 beside PyTorch's memory-efficient attention, others beside its FlashAttention-2."""
     B, H = 16384 // T, 2048 // d
-    x = inputs(B, H, T, d, "float32")
-    calls = {"rawflash": ours(x, causal, backward), "torch": efficient(x, causal, backward)}
+    x = inputs(B, H, T, d, dtype)
+    theirs = efficient if dtype == "float32" else flash
+    calls = {"rawflash": ours(x, causal, backward, backend=backend), "torch": theirs(x, causal, backward)}
     compare(calls["rawflash"](), calls["torch"]())
     work = flops(B, H, T, d, causal, backward) / 1e12
     times = burst(calls)
     steady = {name: sustained(call, 0.5) for name, call in calls.items()}
-    row = {"d": d, "T": T, "causal": causal, "backward": backward}
+    row = {"backend": backend, "dtype": dtype, "d": d, "T": T, "causal": causal, "backward": backward}
     row |= {f"{name}_burst": round(work / t, 1) for name, t in times.items()}
     row |= {f"{name}_sustained": round(work / t, 1) for name, t in steady.items()}
     return row | {"ratio": round(times["torch"] / times["rawflash"], 3)}
 
 
-def against_dense(B, H, T, d, causal):
+def against_dense(B, H, T, d, causal, backend="cupy_raw"):
     x = inputs(B, H, T, d, "float32")
-    calls = {"fa2": ours(x, causal), "fa1": ours(x, causal, algorithm="fa1"), "dense": dense(x, causal)}
+    calls = {name: ours(x, causal, algorithm=name, backend=backend) for name in ("fa2", "fa1")}
+    calls["dense"] = dense(x, causal)
     for name in ("fa2", "fa1"):
         compare(calls[name](), calls["dense"]())
     times = burst(calls, 5)
-    row = {"shape": (B, H, T, d), "causal": causal}
+    row = {"backend": backend, "shape": (B, H, T, d), "causal": causal}
     row |= {f"{name}_ms": round(t * 1e3, 3) for name, t in times.items()}
     extra = {name: extra_bytes(call) for name, call in calls.items()}
     row |= {f"{name}_extra_bytes": n for name, n in extra.items()}
@@ -281,6 +298,7 @@ def host_overhead(name):
         "attention": lambda: rf.attention(q, q, q, causal=True),
         "attention, lse": lambda: rf.attention(q, q, q, return_lse=True),
         "attention, torch": lambda: rf.attention(t, t, t, causal=True),
+        "attention, numba_cuda": lambda: rf.attention(q, q, q, causal=True, backend="numba_cuda"),
         "attention_backward": lambda: rf.attention_backward(q, q, q, q, out, lse),
     }[name]
     call()
@@ -338,13 +356,20 @@ SIZES = ((64, 2048), (128, 4096), (64, 4096), (128, 2048), (64, 8192), (128, 819
 BOTH = (False, True)
 TABLES = {  # name: what makes a row, and its arguments row by row
     "host_overhead": (
-        host_overhead, [("attention",), ("attention, lse",), ("attention, torch",), ("attention_backward",)]
+        host_overhead, [("attention",), ("attention, lse",), ("attention, torch",), ("attention_backward",),
+                        ("attention, numba_cuda",)]
     ),
     "start": (start, [("float16",), ("float32",), ("float64",)]),
     "peers": (peer, [(*size, *how) for size in SIZES for how in itertools.product(BOTH, BOTH)]),
     "against_dense": (
         against_dense, [(*shape, causal) for shape in ((4, 16, 4096, 128), (1, 8, 2048, 64)) for causal in BOTH]
     ),
+    "numba_peers": (peer, [
+        *((d, T, causal, False, "float32", "numba_cuda") for d, T in ((64, 4096), (128, 4096)) for causal in BOTH),
+        *((d, T, *how, "bfloat16", "numba_cuda") for d in (128, 64) for T in (4096, 8192)
+          for how in itertools.product(BOTH, BOTH)),
+    ]),
+    "numba_against_dense": (against_dense, [(4, 16, 4096, 128, causal, "numba_cuda") for causal in BOTH]),
     "doubles": (doubles, [(d, 4096, *how) for d in (64, 128) for how in itertools.product(BOTH, BOTH)]),
 }  # fmt: skip
 

@@ -13,7 +13,7 @@ KIB = 1024
 VECTOR_ROWS = 16  # tiles of numba_cpu come in multiples of this
 VECTOR_MOST_ROWS = 512  # and are no taller: a longer tile gains nothing and starves the other threads
 SIMT_MOST_ROWS = 96  # of a tile of cupy_raw: taller ones run out of registers
-TENSOR = "tensor"  # family of a chip, see Chip
+TENSOR, HALVES = "tensor", "halves"  # families of a chip, see Chip
 MMA_ROWS = 16  # rows of one tensor-core product (m16n8k16)
 
 
@@ -32,7 +32,8 @@ class Chip:
     family : str
         The kernels written for it: "loops" and "vector" compute on tiles converted to the compute
         dtype (CPU); "simt" too (any GPU), with accumulators in registers; "tensor" is "simt" with the products
-        of float32 and float64 on tensor cores; "mma" and "sm90" keep inputs in the call's dtype and accumulate wider.
+        of float32 and float64 on tensor cores; "halves" is "simt" with those of fa2's 16-bit inputs there, see
+        :func:`rawflash.tiling.mma_takes`; "mma" and "sm90" keep inputs in the call's dtype and accumulate wider.
     most_rows : int or None
         No tile is taller; None: no bound.
     hard : bool
@@ -116,9 +117,10 @@ def chip_of(backend: str, device: int | None = None) -> Chip:
 
 def kernels_on(backend: str, row: Chip) -> Chip:
     """A GPU of the table with the family of kernels that a backend has for it."""
-    if backend != "cupy_raw":
+    if backend not in ("cupy_raw", "numba_cuda"):
         return row
-    return replace(row, family="simt" if row.family == "simt" else TENSOR, most_rows=SIMT_MOST_ROWS)
+    more = TENSOR if backend == "cupy_raw" else HALVES
+    return replace(row, family="simt" if row.family == "simt" else more, most_rows=SIMT_MOST_ROWS)
 
 
 @cache

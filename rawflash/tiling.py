@@ -31,7 +31,7 @@ from functools import cached_property
 import numpy as np
 
 from rawflash.errors import TileError
-from rawflash.hardware import TENSOR, Chip
+from rawflash.hardware import HALVES, TENSOR, Chip
 from rawflash.problem import Problem
 
 ON_CHIP = "on-chip"
@@ -43,6 +43,18 @@ PIECES_ROWS = 128  # of a forward block: 16 for each of eight warps, so that a r
 PIECES_MOST = 64  # keys of a forward block, rows and keys of a backward one: what accumulators leave of the registers
 PIECES_LEAST = 32  # rows and keys of a backward block: fewer would leave warps without a piece
 PIECES_BANKS = 32  # bytes by which neighbouring rows of a tile are apart, beyond a multiple of 32 numbers
+MMA = "mma"  # family of the fa2 kernels whose products of 16-bit numbers are tensor-core ones (numba_cuda/mma)
+MMA_DEPTH = 16  # numbers that such a product sums
+MMA_MOST = 128  # head dimension
+MMA_COLUMNS = 64  # of a tile, or twice that
+MMA_LONGEST = 1 << 30  # rows and keys: they count in 32 bits
+MMA_SCALES = (1e-30, 1e30)  # between which scores can be had from unscaled ones by one multiplication in float32
+# (Br, Bc) and, backward, how many blocks of Q and dO are on chip at once: what is fastest first
+MMA_FORWARD = {
+    64: ((128, 128), (128, 64), (128, 32), (64, 64), (64, 32)),
+    128: ((128, 64), (128, 32), (64, 64), (64, 32)),
+}
+MMA_BACKWARD = {64: ((128, 128, 2), (64, 128, 2), (64, 64, 2), (64, 64, 1)), 128: ((64, 128, 2), (64, 64, 1))}
 PART_STEPS = 4  # blocks of keys that a part of them has at least
 PART_MOST = 64  # parts of the keys
 PART_START = 1.0  # what a thread block costs beside its steps, and what merging costs, in steps
@@ -104,7 +116,7 @@ class Tiles:
         Only "products": whole rows of scores that the softmax takes at a time.
     family : str
         Of the kernels that the plan is for, see :class:`rawflash.hardware.Chip`. "split": float32 products on
-        tensor cores, as sums of products of bfloat16 parts.
+        tensor cores, as sums of products of bfloat16 parts; "mma": 16-bit products there, sums in float32.
     parts, part_keys : int
         Only the fa2 forward pass on a GPU that would else be idle in parts: how many thread blocks share the keys
         of a block of rows, and how many keys each takes (the last one the rest).
@@ -152,6 +164,8 @@ class Tiles:
             )
         if self.family == SPLIT:
             lines.append("  float32 products on tensor cores, by six products of bfloat16 parts")
+        if self.family == MMA and any(tile.where == REGISTERS for tile in self.resident):
+            lines.append("  products of 16-bit numbers on tensor cores, P and dS rounded to 16 bits, sums in float32")
         if self.parts > 1:
             lines.append(f"  keys in up to {self.parts} parts of {self.part_keys}, merged by their m and l")
         if self.panel:
@@ -190,11 +204,32 @@ def pitches(problem: Problem, tiles_family: str, bc: int) -> tuple[int, int, int
     return pitch(problem.d, item), pitch(problem.dv, item), pitch(bc, item)
 
 
-def family_of(problem: Problem, chip: Chip) -> str:
+def family_of(problem: Problem, chip: Chip, direction: str) -> str:
     """The family of kernels for a problem on a chip."""
+    if chip.family == HALVES:
+        return MMA if mma_takes(problem, direction) else SIMT
     if chip.family != TENSOR:
         return chip.family
     return {"float32": SPLIT, "float64": DOUBLE}.get(problem.dtype, SIMT)
+
+
+def mma_takes(problem: Problem, direction: str) -> bool:
+    """Is this a problem for the kernels of numba_cuda/mma? What hides keys may be a band and lengths, not a mask."""
+    options = (problem.bias, problem.softcap, problem.mask)
+    return (
+        problem.algorithm == "fa2"
+        and problem.dtype in ("float16", "bfloat16")
+        and problem.d == problem.dv <= MMA_MOST
+        and max(problem.Tq, problem.Tk) < MMA_LONGEST
+        and MMA_SCALES[0] < problem.scale < MMA_SCALES[1]
+        and all(option is None for option in options)
+        and not (problem.alibi or problem.dropout or (direction == "backward" and problem.deterministic))
+    )
+
+
+def mma_pitch(d: int) -> int:
+    """Numbers of a row of an "mma" tile: 64 or 128, of which the matrix has ``d``."""
+    return _padded(d, MMA_COLUMNS)
 
 
 def _padded(n: int, granule: int) -> int:
@@ -204,7 +239,7 @@ def _padded(n: int, granule: int) -> int:
 def item_sizes(problem: Problem, chip: Chip) -> tuple[int, int]:
     """Bytes of an input element on chip, and of an accumulator's element."""
     accumulator = np.dtype(problem.compute_dtype).itemsize
-    if chip.family in ("loops", "vector", SIMT, TENSOR):
+    if chip.family in ("loops", "vector", SIMT, TENSOR, HALVES):
         return accumulator, accumulator  # tiles are converted when they are loaded
     return {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}[problem.dtype], accumulator
 
@@ -278,7 +313,7 @@ def _share_out(problem: Problem, chip: Chip, tiles: Tiles) -> Tiles:
     """
     heads, rows = problem.B * problem.Hq, -(-problem.Tq // tiles.br)
     processors = chip.processors or 0
-    if not 0 < heads * rows <= 2 * processors:
+    if tiles.family == MMA or not 0 < heads * rows <= 2 * processors:
         return tiles
     ranges = key_ranges(problem, tiles.br, tiles.bc, problem.Tq, problem.Tk, problem.Tk - problem.Tq)
     steps = [max(-(-(high - low) // tiles.bc), 0) for low, high in ranges]
@@ -347,13 +382,18 @@ def _flash(problem: Problem, chip: Chip, direction: str, order: str | None, bloc
         order = IJ if (problem.algorithm, direction) == ("fa2", "forward") else JI
     granule, D = chip.granule, max(problem.d, problem.dv)
     item, _ = item_sizes(problem, chip)
-    if family_of(problem, chip) in PIECES:
+    family = family_of(problem, chip, direction)
+    if family == MMA and chip.family == HALVES and order == (IJ if direction == "forward" else JI) and blocks is None:
+        return _mma(problem, chip, direction, order)
+    if chip.family == HALVES:
+        chip, family = replace(chip, family=SIMT), SIMT
+    if family in PIECES:
         return _pieces(problem, chip, direction, order)
 
     def tiles_of(outer: int, inner: int, limit: int) -> Tiles:
         br, bc = (outer, inner) if order == IJ else (inner, outer)
         resident = _flash_resident(problem, chip, direction, order, br, bc)
-        return Tiles(br, bc, resident, chip.name, limit, order, family=family_of(problem, chip))
+        return Tiles(br, bc, resident, chip.name, limit, order, family=family)
 
     needed = tiles_of(granule, granule, 0).smem_bytes
     limit = _available(problem, chip)
@@ -374,7 +414,7 @@ def _flash(problem: Problem, chip: Chip, direction: str, order: str | None, bloc
 
 def _pieces(problem: Problem, chip: Chip, direction: str, order: str) -> Tiles:
     """Blocks whose products are tensor-core pieces, as these share out evenly; where none fit, those of "simt"."""
-    limit, D, family = _available(problem, chip), max(problem.d, problem.dv), family_of(problem, chip)
+    limit, D, family = _available(problem, chip), max(problem.d, problem.dv), family_of(problem, chip, direction)
     item, _ = item_sizes(problem, chip)
 
     def tiles_of(br: int, bc: int) -> Tiles:
@@ -401,6 +441,52 @@ def _pieces(problem: Problem, chip: Chip, direction: str, order: str) -> Tiles:
     return tiles
 
 
+def _mma(problem: Problem, chip: Chip, direction: str, order: str) -> Tiles:
+    """The fastest blocks that fit, or where none do, those of "simt".
+
+    Of forward blocks two share a multiprocessor: one computes while the other waits.
+    """
+    limit, d, columns = _available(problem, chip), problem.d, mma_pitch(problem.d)
+
+    def forward(br: int, bc: int) -> Tiles:
+        resident = (
+            Tile("Q", br, columns, 2),
+            Tile("K", bc, columns, 2),
+            Tile("V", bc, columns, 2),
+            Tile("S", br, bc, 4, REGISTERS),
+            Tile("P", br, bc, 2, REGISTERS),
+            Tile("O", br, d, 4, REGISTERS),
+        )
+        return Tiles(br, bc, resident, chip.name, limit, order, family=MMA)
+
+    def backward(br: int, bc: int, stages: int) -> Tiles:
+        resident = (
+            Tile("K", bc, columns, 2),
+            Tile("V", bc, columns, 2),
+            Tile("Q", stages * br, columns, 2),
+            Tile("dO", stages * br, columns, 2),
+            Tile("dS", bc, br, 2),
+            Tile("lse", stages * br, 1, 4),
+            Tile("delta", stages * br, 1, 4),
+            Tile("P", bc, br, 4, REGISTERS),
+            Tile("dQ", br, d, 4, REGISTERS),
+            Tile("dK", bc, d, 4, REGISTERS),
+            Tile("dV", bc, d, 4, REGISTERS),
+        )
+        return Tiles(br, bc, resident, chip.name, limit, order, family=MMA)
+
+    if direction == "forward":
+        plans = [forward(*shape) for shape in MMA_FORWARD[columns]]
+    else:
+        plans = [backward(*shape) for shape in MMA_BACKWARD[columns]]
+    sharing = direction == "forward" and problem.sram is None
+    for room in (limit // 2, limit) if sharing else (limit,):
+        for plan in plans:
+            if plan.smem_bytes <= room:
+                return plan
+    return _flash(problem, replace(chip, family=SIMT), direction, order, None)
+
+
 def _power(n: int) -> int:
     """The largest power of two that is at most ``n``; at least 1."""
     return 1 << max(n.bit_length() - 1, 0)
@@ -413,7 +499,7 @@ def _flash_resident(
     d, dv = problem.d, problem.dv
     item, accumulator = item_sizes(problem, chip)
     if chip.family in (SIMT, TENSOR):
-        family = family_of(problem, chip)
+        family = family_of(problem, chip, direction)
         if family == SPLIT and direction == "forward":
             return _parts_on_chip(problem, order, br, bc, *pitches(problem, family, bc))
         return _factors_on_chip(problem, direction, br, bc, item, *pitches(problem, family, bc))

@@ -16,6 +16,7 @@ from hypothesis import HealthCheck, settings
 
 import rawflash as rf
 
+DEFAULT = "not gpu and not emulated and not simulated"  # what runs where no marker is asked for, see setup.cfg
 EXAMPLES = int(os.environ.get("RAWFLASH_EXAMPLES", "30"))
 
 # No deadline: the first call of a kernel compiles it, and machines are shared. Drawing a whole call takes
@@ -36,7 +37,7 @@ def pytest_terminal_summary(terminalreporter, exitstatus, config):
 def compiled(request, tmp_path_factory):
     """Of several processes each compiles some kernels of numba_cpu: all compiling all is half of a first run's time."""
     config = request.config
-    if "PYTEST_XDIST_WORKER" not in os.environ or config.option.markexpr != "not gpu and not emulated":
+    if "PYTEST_XDIST_WORKER" not in os.environ or config.option.markexpr != DEFAULT:
         return
     folder = tmp_path_factory.getbasetemp().parent / "compiled"  # one for all processes of this run
     folder.mkdir(exist_ok=True)

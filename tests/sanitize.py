@@ -58,6 +58,8 @@ PLACES = ("/usr/local/cuda*/bin", "/usr/local/cuda*/compute-sanitizer", "/opt/nv
           *(os.path.join(path, "nvidia/*/bin") for path in sys.path))  # fmt: skip
 SUMMARY = re.compile(r"(?:ERROR SUMMARY: (\d+) error|RACECHECK SUMMARY: (\d+) hazard)")
 RAN = "what ran: "
+PYTHON = ("tall, causal", "lengths", "bias by row", "mask", "everything, deterministic", "long", "float16, tall",
+          "bfloat16, tall", "float64, tall", "float16, packed")  # calls of numba_cuda, which takes seconds a kernel
 KERNEL = re.compile(r"__global__ void (?:__launch_bounds__\([^)]*\) )?(\w+)\(")
 # Largest difference from numpy_tiled in the same dtype, as part of the largest number of the result
 LOOSE = {"float16": 2e-2, "bfloat16": 1e-1, "float32": 1e-4, "float64": 1e-10}
@@ -109,6 +111,8 @@ def cases():
     for dtype in ("float32", "float16"):
         packed = make(lead=(), Hq=4, Hkv=2, **odd, dtype=dtype, causal=True, sinks=normal(4))
         made[f"{dtype}, packed"] = replace(packed, cu_seqlens=starts)
+    for name in PYTHON:
+        made[f"numba_cuda, {name}"] = replace(made[name], options=made[name].options | {"backend": "numba_cuda"})
     return made
 
 
@@ -169,6 +173,8 @@ def child(folder, seconds):
     """Run calls that no other process has taken, by a file in the folder; the last line tells what ran."""
     import cupy
 
+    from rawflash.backends.numba_cuda import compile as python
+
     cupy.cuda.runtime.free(0)  # the tool waits for the first call of CUDA, not for ever
     cupy.cuda.set_allocator(None)
     load, ran, end = compiler.load, {"kernels": set(), "calls": [], "failed": []}, time.monotonic() + seconds
@@ -178,6 +184,10 @@ def child(folder, seconds):
         return Noting(load(text, *arguments), file, ran["kernels"])
 
     compiler.load = noting
+    python_load = python.load
+    python.load = lambda file, *arguments: Noting(
+        python_load(file, *arguments), f"numba_cuda/{file}.py", ran["kernels"]
+    )
     for n, (name, case) in enumerate(cases().items()):
         if time.monotonic() > end:
             break

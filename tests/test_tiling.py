@@ -169,6 +169,77 @@ def test_a_cache_is_advice_and_sram_is_a_limit():
         plan_tiles(problem(d=2048), chip("sm_75"), "backward")
 
 
+# ---- 16-bit products on tensor cores -----------------------------------------------------------------
+
+HALF = dict(dtype="bfloat16", backend="numba_cuda", scale=0.1)
+
+
+def on_halves(direction, name="sm_90", **more):
+    return plan_tiles(problem(**(HALF | more)), kernels_on("numba_cuda", chip(name)), direction)
+
+
+@pytest.mark.parametrize("direction, name, d, shape, smem_bytes", [
+    ("forward", "sm_90", 128, (128, 64), 65536),
+    ("forward", "sm_80", 64, (128, 128), 49152),
+    ("forward", "sm_86", 128, (128, 32), 49152),  # two of them at once
+    ("forward", "sm_120", 40, (128, 128), 49152),  # rows of 64 numbers
+    ("backward", "sm_90", 128, (64, 128), 148480),
+    ("backward", "sm_80", 64, (128, 128), 133120),
+    ("backward", "sm_89", 64, (64, 128), 82944),
+    ("backward", "sm_89", 72, (64, 64), 74240),  # Q and dO of one step
+])  # fmt: skip
+def test_products_of_halves_on_tensor_cores(direction, name, d, shape, smem_bytes):
+    tiles = on_halves(direction, name, d=d)
+    assert (tiles.family, tiles.br, tiles.bc) == ("mma", *shape)
+    assert tiles.smem_bytes == smem_bytes <= chip(name).on_chip_bytes
+    assert "16-bit numbers on tensor cores" in str(tiles)
+    sizes = {tile.name: tile.itemsize for tile in tiles.resident if tile.name in ("Q", "dS", "O", "dK")}
+    assert sizes == ({"Q": 2, "O": 4} if direction == "forward" else {"Q": 2, "dS": 2, "dK": 4})
+
+
+@pytest.mark.parametrize("options", [
+    dict(dtype="float32"), dict(dtype="float64"), dict(algorithm="fa1"), dict(dv=32), dict(d=129, dv=129),
+    dict(bias=(1, 1, 4096, 4096)), dict(alibi=True), dict(softcap=2.0), dict(dropout=0.1), dict(mask="dense"),
+    dict(scale=0.0), dict(scale=-1.0), dict(sram=8192 + 4096),
+])  # fmt: skip
+def test_other_problems_of_that_chip_have_the_plan_of_simt(options):
+    for direction in ("forward", "backward"):
+        try:
+            expected = plan_tiles(problem(**(HALF | options)), kernels_on("cupy_raw", chip("sm_75")), direction)
+        except TileError:
+            expected = None
+        same = replace(kernels_on("numba_cuda", chip("sm_90")), on_chip_bytes=chip("sm_75").on_chip_bytes, name="sm_75")
+        assert same.family == "halves"
+        if expected is None:
+            with pytest.raises(TileError):
+                plan_tiles(problem(**(HALF | options)), same, direction)
+        else:
+            assert plan_tiles(problem(**(HALF | options)), same, direction) == expected
+            assert expected.family == "simt"
+
+
+def test_gradients_of_halves_without_atomics():
+    assert on_halves("forward", deterministic=True).family == "mma"
+    assert on_halves("backward", deterministic=True).family == "simt"
+    assert on_halves("forward", "sm_75").family == "simt"
+
+
+@given(st.integers(1, 128), st.integers(1, 1 << 18), directions, st.sampled_from(sorted(CHIPS)))
+def test_halves_fit_the_limit_of_the_caller(d, sram, direction, name):
+    try:
+        tiles = on_halves(direction, name, d=d, sram=sram)
+    except TileError:
+        return
+    assert tiles.smem_bytes <= min(sram, chip(name).on_chip_bytes)
+
+
+def test_halves_do_not_share_out_keys():
+    asked = problem(**(HALF | dict(causal=True, T=2048, Hq=8, Hkv=8)))
+    row = replace(kernels_on("numba_cuda", chip("sm_90")), processors=132)
+    assert plan_tiles(asked, row, "forward").parts == 1
+    assert plan_tiles(replace(asked, softcap=1.0), row, "forward").parts > 1
+
+
 # ---- keys shared out over thread blocks -------------------------------------------------------------
 
 

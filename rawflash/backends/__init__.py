@@ -29,8 +29,8 @@ class Backend:
 
     Attributes
     ----------
-    module : str or None
-        Where its kernels are; None: not in this version of rawflash.
+    module : str
+        Where its kernels are.
     algorithms : tuple of str
         What it has.
     runs_on : str
@@ -43,7 +43,7 @@ class Backend:
         Largest d and dv; None: any.
     """
 
-    module: str | None
+    module: str
     algorithms: tuple[str, ...]
     runs_on: str
     needs: str
@@ -52,7 +52,6 @@ class Backend:
 
 
 GPU_ARRAYS = "NVIDIA GPU arrays"
-ON_CPU = "use 'numba_cpu' or 'numpy_tiled' on CPU arrays"
 CUPY = 'pip install "rawflash[cuda13]", or rawflash[cuda12] for an older driver'
 
 BACKENDS = {
@@ -65,7 +64,7 @@ BACKENDS = {
         "pip install numpy",
     ),
     "cupy_raw": Backend("rawflash.backends.cupy_raw", ("fa1", "fa2"), GPU_ARRAYS, "cupy", CUPY, 256),
-    "numba_cuda": Backend(None, ("fa1", "fa2"), GPU_ARRAYS, "numba_cuda", ON_CPU),
+    "numba_cuda": Backend("rawflash.backends.numba_cuda", ("fa1", "fa2"), GPU_ARRAYS, "numba_cuda", CUPY, 256),
 }
 
 
@@ -75,13 +74,7 @@ SMALLEST = Problem()  # fa2 and a head dimension of 1: what refuses it refuses e
 def unavailable(name: str, why: str) -> BackendError:
     """The error for a backend that cannot take a call."""
     row = BACKENDS[name]
-    if row.module is None:
-        return BackendError(f"backend {name!r} {_without_kernels(row, why)}")
     return BackendError(f"backend {name!r} takes {row.runs_on}: {why}; pass {row.runs_on}, or another backend=")
-
-
-def _without_kernels(row: Backend, why: str) -> str:
-    return f"takes {row.runs_on} and is not in this version of rawflash: {why}; {row.instead}"
 
 
 def lookup(problem: Problem, direction: str, device: int | None = None) -> tuple[Callable[..., None], Chip]:
@@ -127,10 +120,8 @@ def why_not(name: str, problem: Problem = SMALLEST) -> str | None:
         What completes the sentence "backend ...".
     """
     row = BACKENDS[name]
-    if row.module is None:
-        return _without_kernels(row, "it has no kernels yet")
     if problem.algorithm not in row.algorithms:
-        having = {n: other for n, other in BACKENDS.items() if problem.algorithm in other.algorithms and other.module}
+        having = {n: other for n, other in BACKENDS.items() if problem.algorithm in other.algorithms}
         return (
             f"has no algorithm {problem.algorithm!r}; {', '.join(having)} has it, "
             f"for {', '.join({other.runs_on for other in having.values()})}"

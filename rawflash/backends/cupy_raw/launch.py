@@ -32,6 +32,10 @@ VECTOR_BYTES = 16
 DEPTHS = {SPLIT: 16, DOUBLE: 8}  # products that a tensor core sums at a time (DEPTH in mma/)
 MOST_STRIDING = 4096  # blocks of a grid that strides
 LARGEST_GRID = 2**31 - 1
+# Constants that the text of a kernel is chosen by; the others are numbers in it.
+SWITCHES = ("PIECES", "SPLIT", "TYPE", "BIAS_TYPE", "SLOPE_TYPE", "SINK_TYPE", "ALIGNED", "PACKED", "BAND", "BIAS",
+            "BIAS_OVER_ROWS", "BIAS_OVER_KEYS", "ALIBI", "SOFTCAP", "SINKS", "DROPOUT", "DLSE",
+            "DETERMINISTIC")  # fmt: skip
 MASK_WORDS = 96  # operands and addresses of a mask object that a call has room for
 TYPES = {"float16": "FLOAT16", "bfloat16": "BFLOAT16", "float32": "FLOAT32", "float64": "FLOAT64"}
 
@@ -66,9 +70,9 @@ def _double(x: float) -> int:
     return struct.unpack("q", struct.pack("d", x))[0]
 
 
-def preamble(problem: Problem, tiles: Tiles, *, aligned: bool, side_dtypes: dict[str, str], mask: Any = None,
-             dlse: bool = False) -> str:  # fmt: skip
-    """What the ``.cu`` files take as given: constants, types, and the text of the mask.
+def constants(problem: Problem, tiles: Tiles, *, aligned: bool, side_dtypes: dict[str, str],
+              dlse: bool = False) -> dict[str, Any]:  # fmt: skip
+    """What the text of a kernel depends on, but for the mask: switches, types and numbers by name.
 
     Parameters
     ----------
@@ -78,16 +82,14 @@ def preamble(problem: Problem, tiles: Tiles, *, aligned: bool, side_dtypes: dict
         All rows of all matrices start at multiples of 16 bytes, and have whole vectors of 16 bytes.
     side_dtypes : dict of str to str
         dtype names of "bias", "alibi_slopes" and "sinks", for those that the call has.
-    mask : Mask, optional
     dlse : bool
         The backward pass was given dlse.
     """
     item = np.dtype(problem.compute_dtype).itemsize
     depth = DEPTHS.get(tiles.family, VECTOR_BYTES // item)
     to_d, to_dv, to_bc = pitches(problem, tiles.family, tiles.bc)
-    band = problem.band.lower is not None or problem.band.upper is not None
     bias = problem.bias
-    switches = {
+    return {
         "PIECES": int(tiles.family in PIECES),
         "SPLIT": int(tiles.family == SPLIT),
         "TYPE": TYPES[problem.dtype],
@@ -96,7 +98,7 @@ def preamble(problem: Problem, tiles: Tiles, *, aligned: bool, side_dtypes: dict
         "SINK_TYPE": TYPES[side_dtypes.get("sinks", "float32")],
         "ALIGNED": int(aligned),
         "PACKED": int(problem.varlen),
-        "BAND": int(band),
+        "BAND": int(problem.band.lower is not None or problem.band.upper is not None),
         "BIAS": int(bias is not None),
         "BIAS_OVER_ROWS": int(bias is not None and bias[2] == 1),
         "BIAS_OVER_KEYS": int(bias is not None and bias[3] == 1),
@@ -106,8 +108,7 @@ def preamble(problem: Problem, tiles: Tiles, *, aligned: bool, side_dtypes: dict
         "DROPOUT": int(problem.dropout > 0),
         "DLSE": int(dlse),
         "DETERMINISTIC": int(problem.deterministic),
-    }
-    numbers = {
+    } | {
         "BR": tiles.br,
         "BC": tiles.bc,
         "D": problem.d,
@@ -121,8 +122,13 @@ def preamble(problem: Problem, tiles: Tiles, *, aligned: bool, side_dtypes: dict
         "CALL_WORDS": len(FIELDS),
         "MASK_WORDS": MASK_WORDS,
     }
-    lines = [f"#define {name} {value}" for name, value in switches.items()]
-    lines += [f"constexpr int {name} = {value};" for name, value in numbers.items()]
+
+
+def preamble(problem: Problem, tiles: Tiles, *, mask: Any = None, **more: Any) -> str:
+    """What the ``.cu`` files take as given: the :func:`constants`, and the text of the mask."""
+    lines = []
+    for name, value in constants(problem, tiles, **more).items():
+        lines.append(f"#define {name} {value}" if name in SWITCHES else f"constexpr int {name} = {value};")
     lines += [f"constexpr long long FARTHEST = {FARTHEST}ll;", '#include "visibility.cuh"', masks.cuda_text(mask)]
     return "\n".join(lines) + "\n"
 
@@ -156,17 +162,15 @@ class Launcher:
             (statistics if name == "lse" else matrices)[name] = target.view
         side = {"bias": x.bias, "alibi_slopes": x.alibi_slopes, "sinks": x.sinks}
         dtypes = {name: array.dtype.name for name, array in side.items() if array is not None}
-        words = [] if x.visibility.mask is None else x.visibility.mask.words()
+        words = mask_words(problem, x.visibility.mask)
         if len(words) > MASK_WORDS:
             raise BackendError(
-                f"mask {problem.mask} has {len(words)} numbers and arrays; backend 'cupy_raw' has room for "
+                f"mask {problem.mask} has {len(words)} numbers and arrays; backend {problem.backend!r} has room for "
                 f"{MASK_WORDS}: combine its parts into one boolean array"
             )
-        text = preamble(
-            problem, tiles, aligned=_aligned(matrices.values()), side_dtypes=dtypes, mask=x.visibility.mask,
-            dlse=x.dlse is not None,
-        )  # fmt: skip
-        self.module = compile.load(compile.source(file, text), compile.arch_of(x.device))
+        assert x.device is not None
+        found = dict(aligned=_aligned(matrices.values()), side_dtypes=dtypes, dlse=x.dlse is not None)
+        self.module = load(file, problem, tiles, x.visibility.mask, len(words), x.device, **found)
         self.functions: dict[str, Any] = {}
         self.kept: list[Any] = []  # device copies of what came from the host
         self.uploaded: tuple[int, Any] | None = None  # on which stream, and when that was done
@@ -326,6 +330,30 @@ class Launcher:
     def run_over(self, kernel: str, items: int, words: np.ndarray, threads_each: int = 1) -> None:
         """Launch a kernel whose grid strides over ``items``, each of which takes some threads."""
         self.run(kernel, min(blocks_of(items * threads_each, THREADS), MOST_STRIDING), words)
+
+
+def mask_words(problem: Problem, mask: Any) -> list[int | np.ndarray]:
+    """What the kernels read of a mask object: numbers and arrays, as its text or, in Python, its program has them."""
+    if mask is None:
+        return []
+    if problem.backend == "numba_cuda":
+        from rawflash.backends.numba_cuda import visibility
+
+        return visibility.words(mask)
+    return mask.words()
+
+
+def load(
+    file: str, problem: Problem, tiles: Tiles, mask: Any, mask_words: int, device: int, **found: Any
+) -> Any:
+    """The kernels of a file, in the language of the problem's backend."""
+    if problem.backend == "numba_cuda":
+        from rawflash.backends.numba_cuda import compile as python
+
+        values = constants(problem, tiles, **found) | {"FAMILY": tiles.family}
+        return python.load(file.removesuffix(".cu"), values, mask, mask_words, compile.arch_of(device))
+    text = preamble(problem, tiles, mask=mask, **found)
+    return compile.load(compile.source(file, text), compile.arch_of(device))
 
 
 def launcher(
