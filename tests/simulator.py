@@ -46,6 +46,7 @@ def install(monkeypatch):
     emulator.install(monkeypatch)
     monkeypatch.setattr(compile, "load", Module)
     monkeypatch.setattr(hardware, "SIMT_MOST_ROWS", ROWS)
+    monkeypatch.setattr(hardware, "HALVES", "simt")  # the simulator has no warps: test_numba_cuda_mma.py has
     whole = kernelapi.FakeCUDAShared.array
     monkeypatch.setattr(kernelapi.FakeCUDAShared, "array",
                         lambda self, shape, dtype, alignment: whole(self, shape, dtype))  # fmt: skip

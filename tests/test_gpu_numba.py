@@ -84,7 +84,7 @@ def test_tensor_cores(d, dtype):
         check(case, case.reference(), small_on_device=n % 2 == 0)
         gpu = on_gpu(case)
         if case.cu_seqlens is None:
-            assert rf.explain(gpu.q, gpu.k, gpu.v, backend="numba_cuda", **case.options).tiles.family == "mma"
+            assert rf.explain(gpu.q, gpu.k, gpu.v, backend="numba_cuda", **gpu.options).tiles.family == "mma"
 
 
 @pytest.mark.parametrize("kind", ["torch", "jax", "numba"])

@@ -6,15 +6,12 @@ cannot see are speed and how accurate the hardware's instructions are.
 
 import os
 from dataclasses import replace
-from importlib.util import find_spec
 
 import numpy as np
 import pytest
 
 if os.environ.get("NUMBA_ENABLE_CUDASIM") != "1":
     pytest.skip("kernels are simulated with NUMBA_ENABLE_CUDASIM=1 only", allow_module_level=True)
-if find_spec("greenlet") is None:
-    pytest.skip("lanes are greenlets", allow_module_level=True)
 
 import emulator
 import warps

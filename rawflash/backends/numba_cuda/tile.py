@@ -74,6 +74,7 @@ def load_tile(c: Any, rows: int, columns: int, pitch: int, to: int) -> Any:
     copy = copier(chunk, size)
     step = all_threads // chunks  # rows that the threads copy at a time
     steps = -(-rows // max(step, 1))
+    ragged = rows % max(step, 1) != 0
 
     @device
     def load_columns(on_chip: Any, address: int, stride: int, count: int) -> None:
@@ -82,8 +83,8 @@ def load_tile(c: Any, rows: int, columns: int, pitch: int, to: int) -> Any:
         x = cuda.threadIdx.x % chunks * chunk
         place, source = to + first * pitch + x, address + first * stride + x * size
         for n in range(steps):
-            if first + n * step < rows:
-                exists = first + n * step < count
+            exists = first + n * step < count
+            if not ragged or first + n * step < rows:
                 copy(on_chip, place + n * step * pitch, source + n * step * stride if exists else address, exists)
 
     @device
