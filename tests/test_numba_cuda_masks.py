@@ -79,8 +79,8 @@ def outcome(what):
     """What ``python this_file what`` found wrong, by name."""
     pytest.importorskip("numba_cuda")
     environment = {key: value for key, value in os.environ.items() if not key.startswith("NUMBA_")}
-    root = str(Path(rf.__file__).parents[1])
-    environment |= {"PYTHONPATH": root, "NUMBA_ENABLE_CUDASIM": str(int(what == "simulator"))}
+    paths = [str(Path(rf.__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment |= {"PYTHONPATH": os.pathsep.join(paths), "NUMBA_ENABLE_CUDASIM": str(int(what == "simulator"))}
     command = [sys.executable, "-W", "error::RuntimeWarning", __file__, what]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=250)
     assert done.returncode == 0, done.stderr
