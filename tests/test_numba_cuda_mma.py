@@ -85,6 +85,13 @@ def test_forward(name):
     check(make(B=1, Hq=1, dtype=dtype_of(list(FORWARD).index(name)), **FORWARD[name]), backward=False)
 
 
+def test_a_nan_stays_one_under_a_huge_sink():
+    case = make(B=1, Hq=1, Tq=17, d=16, dtype="float16", sinks=np.array([200.0], np.float32))
+    case.v[..., 3, :] = np.nan
+    out, _ = on_device(case).forward(backend="numba_cuda")
+    assert np.isnan(np.asarray(out).astype(np.float32)).all()
+
+
 @pytest.mark.parametrize("d", [16, 9])
 def test_packed_sequences(d):
     case = make(lead=(), Hq=2, Hkv=1, Tq=23, Tk=21, d=d, dtype=dtype_of(d), causal=True, sinks=np.zeros(2, np.float32))

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from rawflash import masks
 from rawflash.hardware import CHIPS, kernels_on
 from rawflash.problem import Problem
 from rawflash.tiling import plan_tiles
@@ -126,6 +127,26 @@ def test_every_option_at_once_compiles(file, name):
     values = launch.constants(problem, tiles, aligned=False, side_dtypes={"bias": "float16"}, dlse=True)
     code, _ = compiler.Module(file, values | {"FAMILY": tiles.family}, None, 0, "sm_90a").compiled(name or MAIN[where])
     assert code.startswith(b"\x7fELF")
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_copies_go_through_registers_before_sm_80(dtype):
+    registers, _, _, found, tiles = compiled("fa2_forward", "sm_75", dtype, 64, {})
+    assert tiles.family == "simt" and registers <= 255 and not found["LDGSTS"]
+
+
+def test_keys_of_kernels():
+    """Of masks the program counts, not the CUDA text; of the words their layout."""
+
+    class Other(masks.Prefix):  # another program under the same text
+        def program(self):
+            return masks.Causal().program()
+
+    def key(mask, words=0):
+        return compiler.Module("fa2_forward", {"FAMILY": "simt"}, mask, words, "sm_90a").key_of("fa2_forward")
+
+    assert len({key(None), key(masks.Prefix(3)), key(Other(3)), key(masks.Causal()), key(masks.Causal(), 1)}) == 4
+    assert key(masks.Prefix(3)) == key(masks.Prefix(5)) and key(Other(3)) == key(masks.Causal())
 
 
 @pytest.mark.parametrize("name", ["fa2_backward_queries", "clear_gradients"])

@@ -8,6 +8,7 @@ function for them.
 from __future__ import annotations
 
 from collections import namedtuple
+from functools import cache
 from typing import Any
 
 from rawflash.backends.cupy_raw.launch import FIELDS, MASK_WORDS
@@ -27,6 +28,7 @@ Sequence = namedtuple("Sequence", "b slot q_start k_start q_length kv_length off
 Head = namedtuple("Head", "b slot q_start k_start q_length kv_length offset h h_kv scale slope")
 
 
+@cache  # one class for Numba, which compiles device functions for each
 def call_type(mask_words: int) -> Any:
     """The named tuple of a kernel whose mask has so many words: they come last."""
     return namedtuple("Call", [NAMES[n] for n in WORDS] + [f"mask_{n}" for n in range(mask_words)])

@@ -18,7 +18,6 @@ from typing import Any
 import numba
 import numpy as np
 
-from rawflash import masks
 from rawflash.backends.cupy_raw import compile as cubins
 from rawflash.backends.cupy_raw.launch import SIDE, THREADS, VECTOR_BYTES
 from rawflash.backends.numba_cuda import mma
@@ -26,14 +25,15 @@ from rawflash.errors import BackendError
 from rawflash.tiling import SIMT
 
 BYTES = {"FLOAT16": 2, "BFLOAT16": 2, "FLOAT32": 4, "FLOAT64": 8}
-PACKAGES = ("numba", "numba-cuda", "llvmlite", "nvidia-nvvm", "nvidia-nvjitlink")
+PACKAGES = ("numba", "numba-cuda", "llvmlite", "cuda-core", "cuda-bindings", "nvidia-nvvm", "nvidia-nvjitlink",
+            "nvidia-nvjitlink-cu12", "nvidia-cuda-nvcc-cu12")  # fmt: skip
 INSTALL = 'pip install "rawflash[cuda13]", or rawflash[cuda12] for an older driver'
 _LOCK = threading.Lock()
 _functions: dict[tuple[int, str], Any] = {}
 
 
 def complete(
-    values: dict[str, Any], mask: Any, side: int = SIDE, capability: tuple[Any, ...] = (7, 5)
+    values: dict[str, Any], mask: Any, side: int = SIDE, capability: tuple[Any, ...] = (8, 0)
 ) -> SimpleNamespace:
     """The constants of a kernel with what follows from them; ``side``: of the block of threads."""
     from rawflash.backends.numba_cuda.call import WORDS
@@ -47,7 +47,8 @@ def complete(
     c.REAL_BYTES, c.ELEM_BYTES = BYTES[c.REAL_TYPE], BYTES[c.TYPE]
     c.BIAS_BYTES, c.SLOPE_BYTES, c.SINK_BYTES = (BYTES[t] for t in (c.BIAS_TYPE, c.SLOPE_TYPE, c.SINK_TYPE))
     c.VECTOR = VECTOR_BYTES // c.REAL_BYTES
-    c.ASYNCHRONOUS = c.ELEM_BYTES == c.REAL_BYTES  # float32 and float64, which need no conversion
+    # Copies that the hardware does on its own: of float32 and float64, which need no conversion
+    c.ASYNCHRONOUS = capability >= (8, 0) and c.ELEM_BYTES == c.REAL_BYTES
     c.CHUNK = VECTOR_BYTES // c.ELEM_BYTES if c.ALIGNED else 1  # elements that one thread copies at a time
     c.SIDE, c.THREADS, c.SIMULATED = side, side * side, SIMULATED
     c.R, c.C = c.BR // side, c.BC // side
@@ -59,7 +60,10 @@ def complete(
 @cache
 def _sources() -> str:
     """A hash of all that decides what a kernel becomes, but for its constants: these files, and who compiles them."""
-    texts = [path.read_bytes() for path in sorted(Path(__file__).parent.rglob("*.py"))]
+    here = Path(__file__).parent
+    others = (here.parents[1] / name for name in ("masks.py", "philox.py", "problem.py", "tiling.py"))
+    files = (*sorted(here.rglob("*.py")), here.parent / "cupy_raw" / "launch.py", *others)
+    texts = [path.read_bytes() for path in files]
     versions = []
     for package in PACKAGES:
         try:
@@ -78,9 +82,10 @@ def ptx_of(kernel: Any, mask_words: int, capability: tuple[Any, ...], threads: i
 
     record = call_type(mask_words)
     signature = types.void(types.NamedUniTuple(types.int64, len(record._fields), record))
-    # Device functions ask the current device what to compile for, also where there is none.
-    asked = dispatcher.get_current_device
-    dispatcher.get_current_device = lambda: SimpleNamespace(compute_capability=capability)
+    # Device functions ask the current device what to compile for, also where there is none. Other threads get theirs.
+    asked, me = dispatcher.get_current_device, threading.get_ident()
+    ours = SimpleNamespace(compute_capability=capability)
+    dispatcher.get_current_device = lambda: ours if threading.get_ident() == me else asked()
     try:
         ptx, _ = cuda.compile(kernel, signature, device=False, abi="numba", cc=capability, output="ptx")
     finally:
@@ -142,7 +147,9 @@ class Module:
 
     def key_of(self, name: str) -> str:
         """All that decides the machine code of a kernel, hashed."""
-        about = (self.file, name, self.values, masks.cuda_text(self.mask), self.mask_words, self.arch, _sources())
+        from rawflash.backends.numba_cuda.visibility import structure
+
+        about = (self.file, name, self.values, structure(self.mask), self.mask_words, self.arch, _sources())
         return sha256(repr(about).encode()).hexdigest()
 
     def threads_of(self, name: str) -> int:
@@ -157,8 +164,11 @@ class Module:
         if code is None:
             try:
                 code = self.compiled(name)[0]
-            except ImportError as error:
-                raise BackendError(f"backend 'numba_cuda' cannot compile: {error}; {INSTALL}") from error
+            except BackendError:
+                raise
+            except Exception as error:  # Numba, NVVM, nvJitLink and what looks for their libraries each have their own
+                what = f"{name} for {self.arch}: {type(error).__name__}: {error}"
+                raise BackendError(f"backend 'numba_cuda' cannot compile {what}; {INSTALL}") from error
             if path is not None:
                 cubins._write(path, code)
         return code

@@ -19,7 +19,7 @@ from numba import cuda, int64
 from rawflash.backends.cupy_raw.fa1_backward import fa1_backward  # the launcher, which is the same
 from rawflash.backends.numba_cuda import gradient, simt, tile
 from rawflash.backends.numba_cuda.call import head, row_of, sequence, sums_of
-from rawflash.backends.numba_cuda.intrinsics import as_double, await_copies, commit_copies, get, sync_warp
+from rawflash.backends.numba_cuda.intrinsics import as_double, get, sync_warp
 from rawflash.backends.numba_cuda.memory import device
 from rawflash.backends.numba_cuda.numbers import LOAD, STORE
 from rawflash.backends.numba_cuda.padding import clear_gradients
@@ -86,6 +86,7 @@ def backward(c: Any) -> Any:
     add_dk = simt.product_tn(c, BR, BC, D, place.dS, c.PITCH_S, place.Q, c.PITCH_D)
     add_dq = simt.product_nn(c, BC, D, place.dS, c.PITCH_S, place.K, c.PITCH_D)
     store_dk, store_dv = gradient.store_keys(c, "dk", D), gradient.store_keys(c, "dv", DV)
+    commit_copies, await_copies = tile.copies(c)
 
     def fa1_backward(call: Any) -> None:
         on_chip = cuda.shared.array(0, real, alignment=16)

@@ -16,7 +16,6 @@ from numba import cuda, int64
 from rawflash.backends.cupy_raw.fa1_forward import fa1_forward  # the launcher, which is the same
 from rawflash.backends.numba_cuda import simt, tile
 from rawflash.backends.numba_cuda.call import head, row_of, sequence, sums_of
-from rawflash.backends.numba_cuda.intrinsics import await_copies, commit_copies
 from rawflash.backends.numba_cuda.numbers import INFINITE, LOAD, STORE
 from rawflash.backends.numba_cuda.padding import clear_results
 from rawflash.backends.numba_cuda.scores import Scores, finish_scores
@@ -55,6 +54,7 @@ def forward(c: Any) -> Any:
     finish, step, drop_p, finish_l = finish_scores(c, of, P_AT), softmax_step(c), drop(c, P_AT), finish_row(c)
     sum_of_lanes, store_row = tile.sum_of_lanes(c), tile.store_row(c, DV)
     read_sums, write_sums = tile.read_sums(c, DV), tile.write_sums(c, DV)
+    commit_copies, await_copies = tile.copies(c)
 
     def fa1_forward(call: Any) -> None:
         on_chip = cuda.shared.array(0, real, alignment=16)

@@ -21,7 +21,7 @@ from numba import cuda, int64
 from rawflash.backends.cupy_raw.fa2_backward import fa2_backward  # the launcher, which is the same
 from rawflash.backends.numba_cuda import gradient, simt, tile
 from rawflash.backends.numba_cuda.call import head, row_of, sequence, sums_of
-from rawflash.backends.numba_cuda.intrinsics import as_double, await_copies, commit_copies
+from rawflash.backends.numba_cuda.intrinsics import as_double
 from rawflash.backends.numba_cuda.memory import device
 from rawflash.backends.numba_cuda.numbers import ADD
 from rawflash.backends.numba_cuda.padding import clear_gradients
@@ -81,6 +81,7 @@ def keys(c: Any) -> Any:
     add_dq = simt.product_nn(c, BC, D, place.dS, c.PITCH_S, place.K, c.PITCH_D)
     add_to_row = add_row(c, D)
     store_dk, store_dv = gradient.store_keys(c, "dk", D), gradient.store_keys(c, "dv", DV)
+    commit_copies, await_copies = tile.copies(c)
 
     def fa2_backward_keys(call: Any) -> None:
         on_chip = cuda.shared.array(0, real, alignment=16)
@@ -175,6 +176,7 @@ def queries(c: Any) -> Any:
     load_lse, load_delta = gradient.load_statistic(c, "lse"), gradient.load_statistic(c, "delta")
     products, put_gradients = gradient.products(c), gradient.put_score_gradients(c, of, True)
     add_dq = simt.product_nn(c, BC, D, place.dS, c.PITCH_S, place.K, c.PITCH_D)
+    commit_copies, await_copies = tile.copies(c)
 
     def fa2_backward_queries(call: Any) -> None:
         on_chip = cuda.shared.array(0, real, alignment=16)

@@ -19,7 +19,6 @@ from numba import cuda, int64
 from rawflash.backends.cupy_raw.fa2_forward import fa2_forward  # the launcher, which is the same
 from rawflash.backends.numba_cuda import simt, tile
 from rawflash.backends.numba_cuda.call import clamp, head, least, row_of, sequence, sums_of
-from rawflash.backends.numba_cuda.intrinsics import await_copies, commit_copies
 from rawflash.backends.numba_cuda.memory import device
 from rawflash.backends.numba_cuda.numbers import INFINITE, LOAD, STORE, exponential, larger
 from rawflash.backends.numba_cuda.padding import clear_results
@@ -105,6 +104,7 @@ def forward(c: Any) -> Any:
     finish, step, drop_p, finish_l = finish_scores(c, of, P_AT), softmax_step(c), drop(c, P_AT), finish_row(c)
     sum_of_lanes, store_row, write_sums = tile.sum_of_lanes(c), tile.store_row(c, DV), tile.write_sums(c, DV)
     sums_of_part, m_of_part, l_of_part = places_of_part(c)
+    commit_copies, await_copies = tile.copies(c)
 
     def fa2_forward(call: Any) -> None:
         on_chip = cuda.shared.array(0, real, alignment=16)

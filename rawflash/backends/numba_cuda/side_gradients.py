@@ -16,7 +16,7 @@ from numba import cuda, float64, int64
 from rawflash.backends.cupy_raw.launch import SIDE as ROWS  # that a block of row_deltas has
 from rawflash.backends.numba_cuda import gradient, tile
 from rawflash.backends.numba_cuda.call import head, least, row_of, sequence
-from rawflash.backends.numba_cuda.intrinsics import await_copies, commit_copies, get, put
+from rawflash.backends.numba_cuda.intrinsics import get, put
 from rawflash.backends.numba_cuda.numbers import INFINITE, LOAD, STORE, exponential
 from rawflash.backends.numba_cuda.scores import Scores
 from rawflash.backends.numba_cuda.visibility import EMPTY
@@ -103,6 +103,7 @@ def bias_gradient(c: Any) -> Any:
     load_lse, load_delta = gradient.load_statistic(c, "lse"), gradient.load_statistic(c, "delta")
     products, put_gradients = gradient.products(c), gradient.put_score_gradients(c, of, False)
     put_ds, get_ds = tile.score_tile(c, DS_AT)
+    commit_copies, await_copies = tile.copies(c)
 
     def bias_gradient(call: Any) -> None:
         on_chip = cuda.shared.array(0, real, alignment=16)

@@ -10,6 +10,7 @@ from typing import Any
 
 from numba import cuda
 
+from rawflash.backends.numba_cuda import intrinsics
 from rawflash.backends.numba_cuda.intrinsics import copier, exchange, get, put
 from rawflash.backends.numba_cuda.memory import device
 from rawflash.backends.numba_cuda.numbers import LOAD, LOADS, STORES, larger
@@ -96,6 +97,18 @@ def load_tile(c: Any, rows: int, columns: int, pitch: int, to: int) -> Any:
             copy(on_chip, to + r * pitch + x, address + r * stride + x * size if exists else address, exists)
 
     return load_tile if all_threads % chunks else load_columns
+
+
+def copies(c: Any) -> tuple[Any, Any]:
+    """``commit_copies()`` and ``await_copies()``: nothing where no copy goes on by itself."""
+    if c.ASYNCHRONOUS:
+        return intrinsics.commit_copies, intrinsics.await_copies
+
+    @device
+    def at_once() -> None:
+        pass
+
+    return at_once, at_once
 
 
 def clear_tiles(c: Any) -> Any:

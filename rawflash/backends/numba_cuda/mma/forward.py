@@ -16,7 +16,7 @@ from numba import cuda, float32, int32, int64, uint32
 from rawflash.backends.numba_cuda.call import clamp, least, row_of, sequence
 from rawflash.backends.numba_cuda.intrinsics import (any_greater, await_copies, commit_copies, exchange,
                                                      exp2_approximately, greater, ldmatrix, ldmatrix_transposed,
-                                                     multiply_add, quotient, shared_base)  # fmt: skip
+                                                     quotient, shared_base)  # fmt: skip
 from rawflash.backends.numba_cuda.memory import device, store_float32
 from rawflash.backends.numba_cuda.mma import FORWARD_WARPS, tile
 from rawflash.backends.numba_cuda.mma.tile import FAR, head_of, lane_columns, lane_rows, narrow
@@ -25,6 +25,7 @@ from rawflash.backends.numba_cuda.scores import key_range
 from rawflash.backends.numba_cuda.softmax import finish_row
 
 HIDDEN = float32(-INFINITE)
+SMALLEST = float32(1.17549435e-38)  # normal number
 GROWTH = float32(8)  # powers of two by which P may exceed 1 before m follows
 
 
@@ -53,10 +54,10 @@ def softmax(c: Any, MT: int, NS: int, NO: int) -> Any:
             for i in range(MT):
                 for half in range(2):
                     r = 2 * i + half
-                    shift = top[r] * scale
+                    shift = top[r]
                     if top[r] == HIDDEN:
                         shift = float32(0)
-                    alpha = exp2_approximately(multiply_add(m[r], scale, -shift))
+                    alpha = exp2_approximately((m[r] - shift) * scale)
                     m[r] = top[r]
                     l[r] *= alpha
                     for n in range(NO):
@@ -66,12 +67,13 @@ def softmax(c: Any, MT: int, NS: int, NO: int) -> Any:
             for half in range(2):
                 r = 2 * i + half
                 at = i * NS * 4 + half * 2
-                shift = m[r] * scale
+                shift = m[r]
                 if m[r] == HIDDEN:  # a row that has seen no key: 2^(-inf - 0) is 0
                     shift = float32(0)
                 for n in range(NS):
                     for e in range(2):
-                        P = exp2_approximately(multiply_add(S[at + 4 * n + e], scale, -shift))
+                        # The difference first: of large scores a product would be rounded by more than 1
+                        P = exp2_approximately((S[at + 4 * n + e] - shift) * scale)
                         S[at + 4 * n + e] = P
                         l[r] += P
 
@@ -265,6 +267,8 @@ def forward(c: Any) -> Any:
             highest = m[r] if m[r] == HIDDEN else float32(m[r] * at.scale)
             i = i0 + y + 8 * r
             factor, _, lse = finish_l(call, at, highest, total)
+            if factor == float32(0) and total != float32(0):
+                factor = SMALLEST  # the row is not empty, what it saw may be a NaN
             m[r] = factor
             if t == 0 and call.lse_data != 0 and i < rows_end:  # somebody asked for it
                 store_float32(lse_of(call, s.slot, at.h, s.q_start + i), lse if i < s.q_length else HIDDEN)
