@@ -6,6 +6,7 @@ is imported. The simulator has one order of threads and no warps; what it cannot
 
 import os
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -13,13 +14,11 @@ import pytest
 if os.environ.get("NUMBA_ENABLE_CUDASIM") != "1":
     pytest.skip("kernels are simulated with NUMBA_ENABLE_CUDASIM=1 only", allow_module_level=True)
 
-import emulator
 import simulator
 from hypothesis import HealthCheck, given, settings
 from strategies import DTYPES, problems, varlen_problems
-from test_cupy_raw_emulated import on_device
+from test_cupy_raw_emulated import check as check_emulated
 from test_forward import AWKWARD, awkward, make
-from tolerances import assert_close
 
 from rawflash import hardware, problem, tiling
 from rawflash.backends.numba_cuda import gradient, scores, softmax, tile
@@ -55,17 +54,7 @@ def device():
         yield
 
 
-def check(host, reference, small_on_device=False, backward=True, **options):
-    case = on_device(host, small_on_device)
-    options |= {"backend": "numba_cuda"}
-    out, lse = case.forward(**options)
-    results = {"out": out, "lse": lse}
-    if backward:
-        gradients = case.backward(out, lse, **options)
-        results |= {"d" + name: g for name, g in zip(case.wrt, gradients, strict=True)}
-    for name, result in results.items():
-        assert type(result) is emulator.ndarray
-        assert_close(name, np.asarray(result), reference)
+check = partial(check_emulated, backend="numba_cuda")
 
 
 @pytest.mark.parametrize("name", CHOSEN)
