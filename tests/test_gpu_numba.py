@@ -84,7 +84,32 @@ def test_tensor_cores(d, dtype):
         check(case, case.reference(), small_on_device=n % 2 == 0)
         gpu = on_gpu(case)
         if case.cu_seqlens is None:
-            assert rf.explain(gpu.q, gpu.k, gpu.v, backend="numba_cuda", **gpu.options).tiles.family == "mma"
+            for direction in ("forward", "backward"):
+                how = rf.explain(gpu.q, gpu.k, gpu.v, backend="numba_cuda", direction=direction, **gpu.options)
+                assert how.tiles.family == "mma"
+
+
+def test_tf32_product():
+    """A 16 x 8 times B 8 x 8, of integers, which tf32 holds: exact."""
+    from numba import cuda, uint32
+
+    from rawflash.backends.numba_cuda.intrinsics import mma_tf32
+
+    @cuda.jit
+    def product(A, B, C):
+        g, t = cuda.threadIdx.x >> 2, cuda.threadIdx.x & 3
+        a = A[g, t], A[g + 8, t], A[g, t + 4], A[g + 8, t + 4]
+        b = B[t, g], B[t + 4, g]
+        c = C[g, 2 * t], C[g, 2 * t + 1], C[g + 8, 2 * t], C[g + 8, 2 * t + 1]
+        c = mma_tf32(uint32(a[0]), uint32(a[1]), uint32(a[2]), uint32(a[3]), uint32(b[0]), uint32(b[1]), *c)
+        C[g, 2 * t], C[g, 2 * t + 1], C[g + 8, 2 * t], C[g + 8, 2 * t + 1] = c
+
+    rng = np.random.default_rng(0)
+    A, B, C = (rng.integers(-99, 99, shape).astype(np.float32) for shape in ((16, 8), (8, 8), (16, 8)))
+    bits = [cuda.to_device(x.view(np.uint32)) for x in (A, B)]
+    result = cuda.to_device(C)
+    product[1, 32](*bits, result)
+    assert np.array_equal(result.copy_to_host(), A @ B + C)
 
 
 @pytest.mark.parametrize("kind", ["torch", "jax", "numba"])

@@ -216,12 +216,14 @@ else:
         instruction.__doc__ = doc
         return intrinsic(instruction)
 
-    def _mma(kind: str) -> Any:
-        shape = f"mma.sync.aligned.m16n8k16.row.col.f32.{kind}.{kind}.f32"
+    def _mma(kind: str, k: int = 16) -> Any:
+        shape = f"mma.sync.aligned.m16n8k{k}.row.col.f32.{kind}.{kind}.f32"
         text = shape + " {$0,$1,$2,$3},{$4,$5,$6,$7},{$8,$9},{$10,$11,$12,$13};"
-        return _instruction(text, "ffff", "rrrrrrffff", f"A B + C of a warp: A 16 x 16, B 16 x 8 ({kind}), C float32.")
+        return _instruction(text, "ffff", "rrrrrrffff", f"A B + C of a warp: A 16 x {k}, B {k} x 8 ({kind}), C f32.")
 
     mma_bf16, mma_f16 = _mma("bf16"), _mma("f16")
+    # No kernel of this package's uses it: float32 is never rounded to tf32 unasked. For kernels of a reader's own.
+    mma_tf32 = _mma("tf32", 8)
     _LDMATRIX = "ldmatrix.sync.aligned.m8n8.x4{}.shared.b16 {{$0,$1,$2,$3}},[$4];"
     ldmatrix = _instruction(
         _LDMATRIX.format(""), "rrrr", "r", "Four 8 x 8 matrices; lanes 8n to 8n + 7 give the rows of the nth.", True
