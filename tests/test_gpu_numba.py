@@ -89,6 +89,7 @@ def test_tensor_cores(d, dtype):
                 assert how.tiles.family == "mma"
 
 
+@pytest.mark.filterwarnings("ignore:.*Grid size 1 ")
 def test_tf32_product():
     """A 16 x 8 times B 8 x 8, of integers, which tf32 holds: exact."""
     from numba import cuda, uint32
