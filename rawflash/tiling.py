@@ -55,6 +55,12 @@ MMA_FORWARD = {
     128: ((128, 64), (128, 32), (64, 64), (64, 32)),
 }
 MMA_BACKWARD = {64: ((128, 128, 2), (64, 128, 2), (64, 64, 2), (64, 64, 1)), 128: ((64, 128, 2), (64, 64, 1))}
+FEW = "few rows"  # family of numba_cpu's fa2 forward pass for few queries: one at a time, not one on each lane
+FEW_QUERIES = 8  # of a head; from 12 to 16 on, lanes full of queries are faster
+FEW_KEYS = 16  # rows of K or V that it may copy, to have whole vectors
+FEW_BLOCK = 128  # keys of a block
+FEW_PART = 1024  # keys that a part of them has at least
+FEW_PIECES = 128  # parts of all K/V heads together: enough for threads to end together
 PART_STEPS = 4  # blocks of keys that a part of them has at least
 PART_MOST = 64  # parts of the keys
 PART_START = 1.0  # what a thread block costs beside its steps, and what merging costs, in steps
@@ -116,10 +122,12 @@ class Tiles:
         Only "products": whole rows of scores that the softmax takes at a time.
     family : str
         Of the kernels that the plan is for, see :class:`rawflash.hardware.Chip`. "split": float32 products on
-        tensor cores, as sums of products of bfloat16 parts; "mma": 16-bit products there, sums in float32.
+        tensor cores, as sums of products of bfloat16 parts; "mma": 16-bit products there, sums in float32;
+        "few rows": see :mod:`rawflash.backends.numba_cpu.few_rows`.
     parts, part_keys : int
-        Only the fa2 forward pass on a GPU that would else be idle in parts: how many thread blocks share the keys
-        of a block of rows, and how many keys each takes (the last one the rest).
+        Only the fa2 forward pass, on a GPU that would else be idle in parts or of the family "few rows": how many
+        thread blocks (pieces of work) share the keys of a block of rows, and how many keys each takes (the last
+        one the rest).
 
     Examples
     --------
@@ -166,6 +174,8 @@ class Tiles:
             lines.append("  float32 products on tensor cores, by six products of bfloat16 parts")
         if self.family == MMA and any(tile.where == REGISTERS for tile in self.resident):
             lines.append("  products of 16-bit numbers on tensor cores, P and dS rounded to 16 bits, sums in float32")
+        if self.family == FEW:
+            lines.append("  one row of K or V read for all query heads that share it")
         if self.parts > 1:
             lines.append(f"  keys in up to {self.parts} parts of {self.part_keys}, merged by their m and l")
         if self.panel:
@@ -284,6 +294,8 @@ def plan_tiles(
     if problem.algorithm == "rowwise":
         return _rowwise(problem, chip, direction)
     tiles = _flash(problem, chip, direction, order, blocks)
+    if few_takes(problem, chip, direction) and blocks is None:
+        return _few(problem, chip, tiles)
     return _share_out(problem, chip, tiles) if (problem.algorithm, direction) == ("fa2", "forward") else tiles
 
 
@@ -335,6 +347,42 @@ def _share_out(problem: Problem, chip: Chip, tiles: Tiles) -> Tiles:
         if cost < best:
             best, part = cost, size
     return replace(tiles, parts=-(-longest // part), part_keys=part * tiles.bc) if part else tiles
+
+
+def few_takes(problem: Problem, chip: Chip, direction: str) -> bool:
+    """Is this a forward pass for numba_cpu's kernel of few rows?"""
+    return (
+        (chip.family, problem.algorithm, direction) == ("vector", "fa2", "forward")
+        and 0 < problem.Tq <= FEW_QUERIES
+    )
+
+
+def _few(problem: Problem, chip: Chip, tiles: Tiles) -> Tiles:
+    """Blocks and parts of the keys for few rows, where those of a group of heads fit; else the plan that there is.
+
+    They depend on sizes alone, not on the number of threads.
+    """
+    rows, (item, _) = problem.group * problem.Tq, item_sizes(problem, chip)
+    limit = tiles.on_chip_bytes or 0
+
+    def resident(bc: int) -> tuple[Tile, ...]:
+        return (
+            Tile("Q", rows, problem.d, item),
+            Tile("O", rows, problem.dv, item),
+            Tile("K or V", FEW_KEYS, max(problem.d, problem.dv), item),
+            Tile("S", rows, bc, item),
+        )
+
+    bc = _down(FEW_BLOCK, chip.granule, problem.Tk)
+    while sum(tile.bytes for tile in resident(bc)) > limit:
+        bc -= chip.granule
+        if bc == 0:
+            return tiles
+    most = min(-(-problem.Tk // FEW_PART), -(-FEW_PIECES // max(problem.B * problem.Hkv, 1)))
+    part_keys = max(_padded(-(-problem.Tk // max(most, 1)), bc), bc)
+    return replace(
+        tiles, bc=bc, resident=resident(bc), family=FEW, parts=max(-(-problem.Tk // part_keys), 1), part_keys=part_keys
+    )
 
 
 def _available(problem: Problem, chip: Chip) -> int:

@@ -37,7 +37,7 @@ import numpy as np
 
 from rawflash.masks import EMPTY, FULL, Visibility
 from rawflash.problem import Problem
-from rawflash.tiling import IJ, JI, RESIDENT, Tiles, key_ranges, parts_of
+from rawflash.tiling import FEW, IJ, JI, RESIDENT, Tiles, key_ranges, parts_of
 
 ROW_STATISTICS = ("m", "l", "lse", "dlse", "gamma")
 Counts = tuple[tuple[str, int], ...]
@@ -471,9 +471,13 @@ def _fa1_forward(c: _Call) -> None:
 
 
 def _fa2_forward(c: _Call) -> None:
-    """O(T^2 d^2 / M): an inner step loads K and V (algorithm 3, equation 50). O of parts of the keys is merged."""
+    """O(T^2 d^2 / M): an inner step loads K and V (algorithm 3, equation 50). O of parts of the keys is merged.
+
+    The kernel for few rows loads them once for the query heads that share them (where these see the same blocks).
+    """
     v, d, dv = c.v, c.problem.d, c.problem.dv
-    c.load(Q=(v.q + c.again) * d, K=v.k_rows * d, V=v.k_rows * dv, O=c.parts * dv, m=c.parts, l=c.parts)
+    k_rows = v.k_rows // c.problem.group if c.tiles.family == FEW else v.k_rows
+    c.load(Q=(v.q + c.again) * d, K=k_rows * d, V=k_rows * dv, O=c.parts * dv, m=c.parts, l=c.parts)
     c.store(O=(v.q + c.parts) * dv, m=c.parts, l=c.parts, lse=v.q)
     c.forward_flops()
 

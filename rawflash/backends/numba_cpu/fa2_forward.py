@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from rawflash.backends.numba_cpu.few_rows import few_rows
 from rawflash.backends.numba_cpu.launch import compiled, describe, for_each_dtype, run, view
 from rawflash.backends.numba_cpu.microkernel import MR, claim, gemm, longest_score_sum
 from rawflash.backends.numba_cpu.numerics import store_tile
@@ -27,7 +28,7 @@ from rawflash.backends.numba_cpu.tile import (
 )
 from rawflash.backends.numba_cpu.visibility import EMPTY, PARTIAL, band_class, key_range, program_class
 from rawflash.problem import Operands, Problem
-from rawflash.tiling import Tiles
+from rawflash.tiling import FEW, Tiles
 
 
 def _make_kernel(stamp: str, dtype: str):
@@ -111,6 +112,9 @@ _kernels = for_each_dtype(_make_kernel)
 
 def fa2_forward(problem: Problem, tiles: Tiles, x: Operands, out: np.ndarray, lse: np.ndarray) -> None:
     """Write ``out`` and ``lse`` (canonical form) for the rows that exist."""
+    if tiles.family == FEW:
+        few_rows(problem, tiles, x, out, lse)
+        return
     call, keep = describe(problem, tiles, x)
     blocks = -(-problem.Tq // tiles.br)
     run(_kernels[problem.compute_dtype], blocks * problem.B * problem.Hq, call, view(out), lse)
