@@ -202,11 +202,13 @@ def test_bits_depend_on_neither_thread_nor_turn(dtype):
 def test_padding_is_not_read(dtype):
     """NaN behind the last key that counts, in the same vectors and the same block."""
     lengths = [1, 13, 1025, 0]
-    case = make(B=4, Hq=4, Hkv=2, Tq=2, Tk=1200, d=16, dv=9, dtype=dtype, kv_lengths=lengths, q_lengths=[2, 1, 0, 2])
-    clean, _ = check(case, "plain")
-    for b, n in enumerate(lengths):
-        case.k[b, :, n:] = case.v[b, :, n:] = np.nan
-    np.testing.assert_array_equal(case.forward(**RUN)[0], clean)
+    sizes = dict(B=4, Tk=1200, d=16, dtype=dtype, kv_lengths=lengths)
+    for more in (dict(dv=16), dict(Hq=4, dv=16), dict(Hq=4, dv=9, Tq=2, q_lengths=[2, 1, 0, 2])):
+        case = make(Hkv=2, **dict(Tq=1) | sizes | more)
+        clean, _ = check(case, "plain")
+        for b, n in enumerate(lengths):
+            case.k[b, :, n:] = case.v[b, :, n:] = np.nan
+        np.testing.assert_array_equal(case.forward(**RUN)[0], clean)
 
 
 @pytest.mark.parametrize("part", [0, 1, 2])
