@@ -11,7 +11,7 @@ from rawflash.errors import BackendError, ProblemError
 
 KIB = 1024
 VECTOR_ROWS = 16  # tiles of numba_cpu come in multiples of this
-VECTOR_MOST_ROWS = 512  # and are no taller: a longer tile gains nothing and starves the other threads
+VECTOR_MOST_ROWS = 256  # and are no taller: a taller tile gains nothing
 SIMT_MOST_ROWS = 96  # of a tile of cupy_raw: taller ones run out of registers
 TENSOR, HALVES = "tensor", "halves"  # families of a chip, see Chip
 MMA_ROWS = 16  # rows of one tensor-core product (m16n8k16)
@@ -87,7 +87,7 @@ def _l2_bytes() -> int:
 def chip_of(backend: str, device: int | None = None) -> Chip:
     """The chip that a backend runs on here.
 
-    On a CPU, M is a quarter of one core's L2: the rest is for what streams past the tiles.
+    On a CPU, M is one core's L2 cache.
 
     Parameters
     ----------
@@ -100,7 +100,7 @@ def chip_of(backend: str, device: int | None = None) -> Chip:
     BackendError
         A GPU backend, and there is no GPU.
     """
-    on_chip = _l2_bytes() // 4
+    on_chip = _l2_bytes()
     if backend == "numpy_tiled":
         return Chip("cpu", on_chip, 1, "loops", hard=False)
     if backend == "numba_cpu":

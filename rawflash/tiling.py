@@ -67,6 +67,8 @@ PART_START = 1.0  # what a thread block costs beside its steps, and what merging
 PART_MERGE = 2.0
 PART_GAIN = 1.1  # how many times faster parts have to be
 SIMT_SIDE = 16  # "simt" kernels have 16 x 16 threads a block
+VECTOR_BLOCKS = 16  # of rows, at least, where blocks on a CPU have more than VECTOR_LEAST_ROWS
+VECTOR_LEAST_ROWS = 64
 SIMT_VECTOR_BYTES = 16  # of one load from shared memory
 STANDARD_BLOCKS = 3  # the two factors and the result of one matrix product
 DAO_BACKWARD_BLOCKS = 4  # what Dao et al. 2022 (algorithm 4, line 1) divide M by: overflows, see plan_tiles
@@ -453,11 +455,19 @@ def _flash(problem: Problem, chip: Chip, direction: str, order: str | None, bloc
     rows = limit // row_bytes
     T_outer, T_inner = (problem.Tq, problem.Tk) if order == IJ else (problem.Tk, problem.Tq)
     most = chip.most_rows or max(problem.Tq, problem.Tk)
-    outer = _down(min(rows, most), granule, T_outer)
+    outer = _down(min(rows, most, _balanced(problem, chip, T_outer)), granule, T_outer)
     inner = _down(min(rows, D, most), granule, T_inner)
     if blocks is None:
         outer, inner = _shrink(outer, inner, granule, lambda o, i: tiles_of(o, i, limit).smem_bytes <= limit)
     return tiles_of(outer, inner, limit)
+
+
+def _balanced(problem: Problem, chip: Chip, rows: int) -> int:
+    """Rows of a block so low that the threads of a CPU share out few heads evenly, M allowing more."""
+    if chip.family != "vector" or problem.sram is not None:
+        return rows
+    heads = max(problem.B * problem.Hq, 1)
+    return max(-(-rows * heads // VECTOR_BLOCKS), VECTOR_LEAST_ROWS)
 
 
 def _pieces(problem: Problem, chip: Chip, direction: str, order: str) -> Tiles:

@@ -13,6 +13,7 @@ import gpu_record
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, settings
+from strategies import DTYPES
 
 import rawflash as rf
 
@@ -42,6 +43,7 @@ def compiled(request, tmp_path_factory):
     folder = tmp_path_factory.getbasetemp().parent / "compiled"  # one for all processes of this run
     folder.mkdir(exist_ok=True)
     kernels = [f"{direction} {dtype}" for direction, dtype in product(("backward", "forward"), ("float32", "float64"))]
+    kernels += ["forward float16", "forward bfloat16"]
     for name in kernels:
         try:
             (folder / name).mkdir()
@@ -57,14 +59,17 @@ def compiled(request, tmp_path_factory):
 
 
 def _compile(direction, dtype):
-    x = np.zeros((1, 2, 2), dtype)
+    few, many = (np.zeros((1, n, 2), DTYPES[dtype]) for n in (2, 16))
     for algorithm in ("fa1", "fa2"):
-        run = dict(algorithm=algorithm, backend="numba_cpu")
-        if direction == "forward":
-            rf.attention(x, x, x, **run)
-            rf.attention(x.repeat(8, 1), x, x, **run)  # fa2 has another kernel for few rows
-        else:
-            rf.attention_backward(x, x, x, x, x, np.zeros(x.shape[:2], dtype), **run)
+        for options in ({}, {"softcap": 1.0}):  # kernels of fa2 that touch scores are others than those that do not
+            run = dict(algorithm=algorithm, backend="numba_cpu", **options)
+            if direction == "backward":
+                rf.attention_backward(many, many, many, many, many, np.zeros(many.shape[:2], dtype), **run)
+                continue
+            if algorithm == "fa2":  # has another kernel for few rows, for each dtype
+                rf.attention(few, few, few, **run)
+            if dtype in ("float32", "float64"):
+                rf.attention(many, many, many, **run)
 
 
 @pytest.fixture

@@ -757,6 +757,17 @@ def test_info(capsys):
     assert "KiB a core" in " ".join(out.split()) and "threads" in out and "kept in" in out and "does not load" in out
 
 
+def test_info_compiles_when_asked(tmp_path):
+    """In a process of its own with an empty cache; again, and there is nothing left to compile."""
+    environment = os.environ | {"NUMBA_CACHE_DIR": str(tmp_path), "NUMBA_OPT": "0"}
+    command = [sys.executable, "-m", "rawflash", "info", "--compile"]
+    said = [subprocess.run(command, capture_output=True, text=True, env=environment, check=True).stdout
+            for _ in range(2)]  # fmt: skip
+    made = re.match(r"numba_cpu    compiled (\d+) kernels in \d+ s\n", said[0])
+    assert int(made[1]) >= len(list(tmp_path.rglob("*.nbi"))) > 10
+    assert said[1].startswith("numba_cpu    all in the cache\n") and "backends" in said[1]
+
+
 def test_info_on_gpus(capsys, monkeypatch, tmp_path, gpus):
     monkeypatch.setenv("RAWFLASH_CACHE_DIR", str(tmp_path))
     assert main(["info"]) == 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 
 import numpy as np
@@ -10,7 +11,7 @@ import pytest
 numba = pytest.importorskip("numba")
 ml_dtypes = pytest.importorskip("ml_dtypes")
 
-from rawflash.backends.numba_cpu import microkernel, numerics
+from rawflash.backends.numba_cpu import microkernel, numerics, panel, tile
 
 COMPUTE = [np.float32, np.float64]
 STORAGE = {
@@ -22,6 +23,27 @@ STORAGE = {
 
 
 # Helpers of kernels have no Python entry point of their own: these are kernels of one statement.
+
+
+@numba.njit
+def gemm(A, a, a_row, a_col, B, b, C, c, m, k, accumulate):
+    microkernel.gemm(A, a, a_row, a_col, B, b, C, c, m, k, accumulate)
+
+
+@numba.njit
+def gemm_scores(A, a, a_row, B, b, C, c, m, k):
+    microkernel.gemm_scores(A, a, a_row, B, b, C, c, m, k)
+
+
+@numba.njit
+def aligned(n, zero):
+    return tile.aligned(n, zero)
+
+
+@numba.njit
+def softmax_of(S, rows, m, l, alpha, scale):
+    factor, lowest = panel.exponents(scale, S)
+    return panel.softmax_panel(S, 0, rows, m, l, alpha, 1, factor, lowest)
 
 
 @numba.njit
@@ -93,57 +115,143 @@ def test_register_tile_of_a_processor(features, shape):
     assert (tile.rows, {np.dtype(t).itemsize: tile.columns(t) for t in COMPUTE}) == shape
 
 
-@pytest.mark.parametrize("accumulate", [False, True])
+SIZES = [(1, 1), (2, 16), (5, 3), (6, 2), (7, 31), (8, 32), (9, 33), (13, 17), (16, 48), (64, 0), (0, 4), (24, 64),
+         (25, 100)]  # fmt: skip
+
+
+@pytest.mark.parametrize("product", ["scores", "sum", "accumulated sum"])
 @pytest.mark.parametrize("layout", ["rows", "transposed", "spread"])
-@pytest.mark.parametrize(
-    ("m", "n", "k"),
-    [(1, 1, 1), (5, 7, 3), (6, 16, 2), (13, 33, 17), (64, 40, 0), (0, 9, 4), (9, 0, 4), (24, 48, 64)],
-)
+@pytest.mark.parametrize(("m", "k"), SIZES)
 @pytest.mark.parametrize("dtype", COMPUTE)
-def test_gemm(dtype, m, n, k, layout, accumulate):
-    rng = np.random.default_rng([m, n, k])
-    M, N = (microkernel.padded(m, microkernel.MR), microkernel.padded(n, microkernel.NR[np.dtype(dtype)]))
+def test_products_of_panels(dtype, m, k, layout, product):
+    rng = np.random.default_rng([m, k])
+    M, N = microkernel.padded(m, microkernel.MR), microkernel.NR[np.dtype(dtype)]
     a, b, c = 3, 5, 7  # unaligned starts
     a_row, a_col = {"rows": (k + 1, 1), "transposed": (1, M + 2), "spread": (3 * k + 2, 3)}[layout]
-    b_row, c_row = N + 3, N + 1
+    if product == "scores" and a_col != 1:
+        pytest.skip("rows of scores are contiguous")
 
     # Each buffer ends with the last element that the documented padding reaches.
     A = np.full(a + max(M - 1, 0) * a_row + max(k - 1, 0) * a_col + 1, np.nan, dtype)
-    B = np.full(b + max(k - 1, 0) * b_row + N, np.nan, dtype)
-    C = np.full(c + max(M - 1, 0) * c_row + N + 4, np.nan, dtype)
-    r, x, t = np.arange(m), np.arange(n), np.arange(k)
-    A_at = a + r[:, None] * a_row + t * a_col
-    B_at = b + t[:, None] * b_row + x
-    C_at = c + r[:, None] * c_row + x
-    A[A_at], B[B_at] = rng.standard_normal((m, k)), rng.standard_normal((k, n))
+    B = np.full(b + k * N, np.nan, dtype)
+    C = np.full(c + M * N + 4, np.nan, dtype)
+    r, x, t = np.arange(m), np.arange(N), np.arange(k)
+    A_at, B_at, C_at = a + r[:, None] * a_row + t * a_col, b + t[:, None] * N + x, c + r[:, None] * N + x
+    A[A_at], B[B_at] = rng.standard_normal((m, k)), rng.standard_normal((k, N))
+    accumulate = product == "accumulated sum"
     if accumulate:
-        C[C_at] = rng.standard_normal((m, n))
+        C[C_at] = rng.standard_normal((m, N))
     before = C.copy()
 
-    microkernel.gemm(A, a, a_row, a_col, B, b, b_row, C, c, c_row, m, n, k, accumulate)
+    if product == "scores":
+        gemm_scores(A, a, a_row, B, b, C, c, m, k)
+    else:
+        gemm(A, a, a_row, a_col, B, b, C, c, m, k, accumulate)
 
     expected = A[A_at].astype(np.float64) @ B[B_at].astype(np.float64)
     if accumulate:
         expected += before[C_at]
     np.testing.assert_allclose(C[C_at], expected, rtol=0, atol=4 * (k + 1) * np.finfo(dtype).eps)
     touched = np.zeros(C.size, bool)
-    if m and n:
-        touched[c + np.arange(M)[:, None] * c_row + np.arange(N)] = True
+    touched[c : c + M * N] = True
     np.testing.assert_array_equal(C[~touched], before[~touched])
 
 
-def test_gemm_touches_nothing_beyond_the_padding():
-    m, n, k = 7, 9, 5
-    M, N = (
-        microkernel.padded(m, microkernel.MR),
-        microkernel.padded(n, microkernel.NR[np.dtype(np.float32)]),
-    )
-    C = np.full(M * (N + 5) + 5, 99, np.float32)
-    A, B = np.ones(M * k, np.float32), np.ones(k * N, np.float32)
-    microkernel.gemm(A, 0, k, 1, B, 0, N, C, 5, N + 5, m, n, k, False)
-    rows = C[5:].reshape(M, N + 5)
-    assert (C[:5] == 99).all() and (rows[:, N:] == 99).all()
-    assert (rows[:m, :n] == k).all()
+def test_sums_of_scores_are_short():
+    """Equal products round the same way at every step: the longer the sum, the more."""
+    k, rng = 64, np.random.default_rng(0)
+    errors = []
+    for _ in range(50):
+        x = rng.uniform(0.5, 1, microkernel.NR[np.dtype(np.float32)]).astype(np.float32)
+        A, B = np.full(k * microkernel.MR, x[0]), np.tile(x, k)
+        C = np.zeros((2, microkernel.MR * x.size), np.float32)
+        gemm_scores(A, 0, k, B, 0, C[0], 0, 1, k)
+        gemm(A, 0, k, 1, B, 0, C[1], 0, 1, k, False)
+        errors.append(np.abs(C[:, : x.size] - k * np.float64(x[0]) * x).mean(1))
+    of_scores, of_sums = np.mean(errors, axis=0)
+    assert of_scores < 0.5 * of_sums
+
+
+def test_aligned_memory_begins_at_a_cache_line():
+    for n in (1, 15, 1000):
+        for dtype in COMPUTE:
+            memory = aligned(n, dtype(1))
+            assert memory.shape == (n,) and memory.dtype == dtype and memory.ctypes.data % 64 == 0 and not memory.any()
+
+
+# ------------------------------------------------------------------------------------------------------------
+# Softmax of a panel
+
+
+def softmax_by_numpy(S, m, l, scale):
+    """What softmax_panel is to do, in float64."""
+    S, m, l = (np.asarray(x, np.float64) for x in (S, m, l))
+    top = np.fmax(m, np.fmax.reduce(S, axis=0, initial=-np.inf))
+    shift = np.where(np.isneginf(top), 0, top)
+    alpha = np.where(m == top, 1, np.exp(scale * (m - shift)))
+    P = np.exp(scale * (S - shift))
+    return P, top, alpha * l + P.sum(0), alpha
+
+
+def statistics(dtype):
+    """m, l and alpha of a panel whose lanes begin at 1, the first place being another's."""
+    n = 1 + microkernel.NR[np.dtype(dtype)]
+    return np.full(n, -np.inf, dtype), np.zeros(n, dtype), np.full(n, 7, dtype)
+
+
+@pytest.mark.parametrize("dtype", COMPUTE)
+@pytest.mark.parametrize("scale", [1.0, 0.125, 3.0])
+@pytest.mark.parametrize("rows", [1, 2, 17])
+def test_softmax_of_a_panel(rows, scale, dtype):
+    S = (np.random.default_rng(rows).standard_normal((rows + 1, microkernel.NR[np.dtype(dtype)])) * 8).astype(dtype)
+    m, l, alpha = statistics(dtype)
+    S[:, 0] = -np.inf  # a lane that never saw a key
+    S[:, 1], m[2], l[2] = -np.inf, 2, 3  # one that sees none of these
+    S[1:, 2] = -np.inf
+    m[4], l[4] = -50, 1  # one whose maximum rises: on 8 bytes there are just four lanes
+    want = softmax_by_numpy(S[:rows], m[1:], l[1:], scale)
+    P = S.reshape(-1).copy()
+    assert softmax_of(P, rows, m, l, alpha, scale)
+    for got, expected in zip((P.reshape(S.shape)[:rows], m[1:], l[1:], alpha[1:]), want, strict=True):
+        # S - m rounds, and the rounding error is multiplied by the scale
+        np.testing.assert_allclose(got, expected, rtol=(1 + 80 * scale) * np.finfo(dtype).eps, atol=1e-37)
+    assert m[0] == -np.inf and l[0] == 0 and alpha[0] == 7 and np.array_equal(P.reshape(S.shape)[rows:], S[rows:])
+    assert l[1] == 0 and not P.reshape(S.shape)[:rows, 0].any()
+
+
+def test_softmax_tells_whether_a_maximum_rose():
+    m, l, alpha = statistics(np.float32)
+    S = np.zeros(m.size - 1, np.float32)
+    assert softmax_of(S.copy(), 1, m, l, alpha, 1.0)
+    assert not softmax_of(S.copy(), 1, m, l, alpha, 1.0) and (alpha[1:] == 1).all() and (l[1:] == 2).all()
+    S[-1] = 1e-3
+    assert softmax_of(S, 1, m, l, alpha, 1.0)
+
+
+@pytest.mark.parametrize("dtype", COMPUTE)
+def test_softmax_of_a_panel_keeps_what_is_no_number(dtype):
+    m, l, alpha = statistics(dtype)
+    S = np.zeros((3, m.size - 1), dtype)
+    S[1, 0], S[2, 1] = np.nan, np.inf
+    softmax_of(S.reshape(-1), 3, m, l, alpha, 1.0)
+    assert np.isnan(l[1]) and np.isnan(l[2]) and (l[3:] == 3).all() and np.isnan(S[1, 0])
+
+
+@pytest.mark.parametrize(("dtype", "bound"), [(np.float32, 2.2e-7), (np.float64, 4e-16)])
+def test_powers_of_two(dtype, bound):
+    """P = 2^(S - m), over all that is no 0, and exactly 1 and 0 at the ends."""
+    width, low = microkernel.NR[np.dtype(dtype)], {4: -126, 8: -1022}[np.dtype(dtype).itemsize]
+    rows = 4096
+    S = np.linspace(low, 0, rows * width).astype(dtype)
+    m, l, alpha = statistics(dtype)
+    m[:] = 0
+    P = S.copy()
+    softmax_of(P, rows, m, l, alpha, math.log(2))
+    assert np.abs(P / np.exp2(S.astype(np.longdouble)) - 1).max() < bound
+    assert P[-1] == 1
+    P = np.full(width, 2 * low, dtype)
+    softmax_of(P, 1, m, l, alpha, 1.0)
+    assert not P.any()
 
 
 def test_claim_gives_each_item_once():

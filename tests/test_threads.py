@@ -3,6 +3,7 @@
 import multiprocessing
 import os
 import threading
+import time
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 
@@ -14,6 +15,7 @@ from test_properties import all_of
 from tolerances import assert_close
 
 import rawflash as rf
+from rawflash.backends.numba_cpu import launch
 
 
 def cases(backend, algorithm):
@@ -76,6 +78,37 @@ def test_the_number_of_threads_does_not_change_the_answer(algorithm):
                 assert_same_bits(all_of(case), results[n])
     finally:
         numba.set_num_threads(before)
+
+
+def test_many_calls_at_once_do_not_crowd_the_cores(monkeypatch):
+    """Six Python threads call; no more kernels run at any time than Numba may have threads."""
+    limit, lock = 2, threading.Lock()
+    monkeypatch.setattr(launch, "_cores", threading.Semaphore(limit))
+    running = most = 0
+    done = []
+
+    def kernel(counter, worker, pieces, name):
+        nonlocal running, most
+        with lock:
+            running += 1
+            most = max(most, running)
+        while True:
+            with lock:
+                piece, counter[0] = int(counter[0]), counter[0] + 1
+            if piece >= pieces:
+                break
+            time.sleep(0.002)
+            done.append((name, piece))
+        with lock:
+            running -= 1
+
+    def call(name):
+        launch.run(kernel, 20, 20, name)
+
+    with ThreadPoolExecutor(6) as pool:
+        assert list(pool.map(call, range(6))) == [None] * 6
+    assert most == limit and running == 0
+    assert sorted(done) == [(name, piece) for name in range(6) for piece in range(20)]
 
 
 @kernels

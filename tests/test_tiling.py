@@ -159,7 +159,7 @@ def test_chips():
 
 
 def test_a_cache_is_advice_and_sram_is_a_limit():
-    """A head dimension too large for a quarter of L2 still runs on a CPU, unless the caller set M."""
+    """A head dimension too large for L2 still runs on a CPU, unless the caller set M."""
     soft = Chip("cpu", 1 << 16, 16, "vector", 512, hard=False)
     tiles = plan_tiles(problem(d=2048), soft, "backward")
     assert tiles.smem_bytes == tiles.on_chip_bytes > 1 << 16
@@ -167,6 +167,24 @@ def test_a_cache_is_advice_and_sram_is_a_limit():
         plan_tiles(problem(d=2048, sram=1 << 16), soft, "backward")
     with pytest.raises(TileError, match=r"blocks of 16 rows need .* bytes; M is 65536 bytes \(sm_75\)"):
         plan_tiles(problem(d=2048), chip("sm_75"), "backward")
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_few_heads_are_shared_out_to_the_cores_of_a_cpu(direction):
+    """Blocks on a CPU: 16 at least, or such of 64 rows; M given, they are what the formula says."""
+    soft = Chip("cpu", 1 << 22, 16, "vector", 256, hard=False)
+
+    def rows(**how):
+        tiles = plan_tiles(problem(Tq=4096, Tk=4096, d=16, dv=16, **how), soft, direction)
+        return tiles.br if tiles.order == "ij" else tiles.bc
+
+    assert (rows(B=4, Hq=4, Hkv=4), rows(B=1, Hq=1, Hkv=1)) == (256, 256)
+    few = problem(B=1, Hq=2, Hkv=2, Tq=1000, Tk=1000, d=16, dv=16)
+    tiles = plan_tiles(few, soft, direction)
+    assert (tiles.br if tiles.order == "ij" else tiles.bc) == 112  # 125, down to whole granules: 9 blocks a head
+    assert rows(B=1, Hq=1, Hkv=1, sram=1 << 22) == 256
+    short = plan_tiles(replace(few, Tq=300, Tk=300), soft, direction)
+    assert (short.br if short.order == "ij" else short.bc) == 64
 
 
 # ---- 16-bit products on tensor cores -----------------------------------------------------------------

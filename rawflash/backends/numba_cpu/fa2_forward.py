@@ -1,8 +1,9 @@
 """FlashAttention-2, forward pass (Dao 2024, algorithm 1; Chu, Liu and Lin 2026, algorithm 3).
 
-One piece of work is a block of Br query rows of one head; K/V blocks of Bc keys stream past it.
+One piece of work is a block of Br query rows of one head; K/V blocks of Bc keys stream past it. Within a pair of blocks
+the rows go by panels of NR queries, whose scores stay in the L1 cache from the first product to the second.
 
-On chip, queries on the lanes: Q^T (d, Br), O^T (dv, Br), K or V (Bc, max(d, dv)), S^T = P^T (Bc, Br).
+On chip, queries on the lanes: Q^T (d, Br) and O^T (dv, Br) in panels, K (Bc, d), V (Bc, dv), S^T = P^T (Bc, NR).
 Read per step: K_j, V_j. Written once per block: O_i and lse_i.
 """
 
@@ -11,44 +12,48 @@ from __future__ import annotations
 import numpy as np
 
 from rawflash.backends.numba_cpu.few_rows import few_rows
-from rawflash.backends.numba_cpu.launch import compiled, describe, for_each_dtype, run, view
-from rawflash.backends.numba_cpu.microkernel import MR, claim, gemm, longest_score_sum
+from rawflash.backends.numba_cpu.launch import compiled, describe, for_each_variant, is_plain, run, view
+from rawflash.backends.numba_cpu.microkernel import MR, claim, columns_of, gemm, gemm_scores
 from rawflash.backends.numba_cpu.numerics import store_tile
+from rawflash.backends.numba_cpu.panel import exponents, scale_panel, softmax_panel
 from rawflash.backends.numba_cpu.tile import (
+    NONE,
+    UNIT,
+    aligned,
     apply_dropout,
     finish_rows,
     finish_scores,
-    lanes_in_band,
-    lanes_of,
+    hide_band,
     load_rows,
     padded,
     rows_of,
-    scale_lanes,
-    softmax_step,
 )
 from rawflash.backends.numba_cpu.visibility import EMPTY, PARTIAL, band_class, key_range, program_class
 from rawflash.problem import Operands, Problem
 from rawflash.tiling import FEW, Tiles
 
 
-def _make_kernel(stamp: str, dtype: str):
-    @compiled(f"fa2_forward_{dtype}")
+def _make_kernel(stamp: str, dtype: str, plain: bool):
+    @compiled(f"fa2_forward_{'plain' if plain else 'general'}_{dtype}")
     def kernel(counter, worker, call, out, lse):
         stamp  # noqa: B018  (part of the cache key, see launch.for_each_dtype)
         size = call.size
-        real = lse.dtype.type
-        one, zero = real(1), real(0)
+        one, nothing = lse.dtype.type(1), lse.dtype.type(-np.inf)
         br, bc, d, dv, group = size.br, size.bc, size.d, size.dv, size.Hq // size.Hkv
-        ld = lanes_of(br, lse.itemsize)
-        Q = np.zeros(padded(d, MR) * ld, lse.dtype)
-        O = np.zeros(padded(dv, MR) * ld, lse.dtype)
-        KV = np.zeros(padded(bc, MR) * (max(d, dv) + MR), lse.dtype)
-        S = np.zeros(padded(bc, MR) * ld, lse.dtype)
-        m, l = np.zeros(ld, lse.dtype), np.zeros(ld, lse.dtype)
-        alpha, shift = np.zeros(ld, lse.dtype), np.zeros(ld, lse.dtype)
-        seen = np.zeros((size.program_depth, br), np.uint8)
-        classes = np.zeros(size.program_depth, np.int64)
-        no_cap = np.zeros(0, lse.dtype)
+        width = columns_of(lse)
+        panels = -(-br // width)
+        q_panel, o_panel = d * width, padded(dv, MR) * width
+        Q, O = aligned(panels * q_panel, one), aligned(panels * o_panel, one)
+        K, V = aligned(padded(bc, MR) * d, one), aligned(padded(bc, MR) * dv + MR, one)
+        S = aligned(padded(bc, MR) * width, one)
+        m, l, alpha = aligned(panels * width, one), aligned(panels * width, one), aligned(panels * width, one)
+        # A plain score is scaled when its exponent is taken; the maximum is then that of scores before.
+        factor = call.real.scale if plain else 1.0
+        base, lowest = exponents(factor, S)
+        if not plain:
+            seen = np.zeros((size.program_depth, width), np.uint8)
+            classes = np.zeros(size.program_depth, np.int64)
+            no_cap = np.zeros(0, lse.dtype)
         blocks = -(-size.Tq // br)
 
         while True:
@@ -63,51 +68,69 @@ def _make_kernel(stamp: str, dtype: str):
             if n_i <= 0:
                 continue
             # Load Q_i; O_i = 0, l = 0, m = -inf
-            load_rows(Q, 1, ld, call.q, call.q_starts[b], b, h, i0, n_i, d, one)
-            O[:] = zero
-            m[:] = -np.inf
-            l[:] = zero
+            for p in range(-(-n_i // width)):
+                i = i0 + p * width
+                rows = min(width, i0 + n_i - i)
+                load_rows(Q[p * q_panel :], UNIT, width, call.q, call.q_starts[b], b, h, i, rows, d, one)
+            O[:] = 0
+            m[:] = nothing
+            l[:] = 0
             j_low, j_high = key_range(call, b, i0, i0 + n_i)
             for j0 in range(j_low, j_high, bc):
-                n_j = min(bc, j_high - j0)
-                # Only the lanes that the band lets see this block take part.
-                first, stop = lanes_in_band(call, b, i0, n_i, j0, n_j, lse.itemsize)
-                n, i = stop - first, i0 + first
-                if n <= 0:
-                    continue
-                band = band_class(call, i, i + n, j0, j0 + n_j, call.q_offset[b])
-                kind = band
-                if size.program_depth > 0:
-                    kind = min(kind, program_class(call, classes, b, h, i, i + n, j0, j0 + n_j, call.q_offset[b]))
-                if kind == EMPTY:
-                    continue
-                # S = Q K^T
-                load_rows(KV, d, 1, call.k, call.k_starts[b], b, h // group, j0, n_j, d, one)
-                gemm(KV, 0, d, 1, Q, first, ld, S, first, ld, n_j, n, d, False, longest_score_sum(S))
-                finish_scores(
-                    call, S[first:], ld, kind, band == PARTIAL, b, h, i, n, j0, n_j, True, seen, no_cap
-                )
-                # P = exp(S - m), l = alpha l + rowsum(P)
-                if softmax_step(S[first:], ld, n, n_j, m[first:], l[first:], alpha, shift):
-                    scale_lanes(O[first:], ld, dv, n, alpha)
-                if call.real.keep_scale != 1.0:
-                    apply_dropout(call, S[first:], ld, b, h, i, n, j0, n_j, True)
-                # O = alpha O + P V
-                load_rows(KV, dv, 1, call.v, call.k_starts[b], b, h // group, j0, n_j, dv, one)
-                gemm(KV, 0, 1, dv, S, first, ld, O, first, ld, dv, n, n_j, True)
+                j1 = min(j0 + bc, j_high)
+                # Load K_j, V_j
+                load_rows(K, d, UNIT, call.k, call.k_starts[b], b, h // group, j0, j1 - j0, d, one)
+                load_rows(V, dv, UNIT, call.v, call.k_starts[b], b, h // group, j0, j1 - j0, dv, one)
+                for p in range(-(-n_i // width)):
+                    i = i0 + p * width
+                    rows = min(width, i0 + n_i - i)
+                    # Only the keys that the band lets some of these rows see.
+                    low_j, high_j = key_range(call, b, i, i + rows)
+                    low_j, high_j = max(low_j, j0), min(high_j, j1)
+                    n_j = high_j - low_j
+                    if n_j <= 0:
+                        continue
+                    # S = Q K^T
+                    gemm_scores(K, (low_j - j0) * d, d, Q, p * q_panel, S, NONE, n_j, d)
+                    if plain:
+                        hide_band(call, S, b, i, rows, low_j, high_j)
+                    else:
+                        band = band_class(call, i, i + rows, low_j, high_j, call.q_offset[b])
+                        kind = band
+                        if size.program_depth > 0:
+                            offset = call.q_offset[b]
+                            inside = program_class(call, classes, b, h, i, i + rows, low_j, high_j, offset)
+                            kind = min(kind, inside)
+                        if kind == EMPTY:
+                            continue
+                        by_band = band == PARTIAL
+                        finish_scores(
+                            call, S, width, kind, by_band, b, h, i, rows, low_j, n_j, True, seen, no_cap
+                        )
+                    # P = exp(S - m), l = alpha l + rowsum(P), O = alpha O
+                    if softmax_panel(S, 0, n_j, m, l, alpha, p * width, base, lowest):
+                        scale_panel(O, p * o_panel, dv, alpha, p * width)
+                    if not plain:
+                        if call.real.keep_scale != 1.0:
+                            apply_dropout(call, S, width, b, h, i, rows, low_j, n_j, True)
+                    # O = O + P V
+                    gemm(V, (low_j - j0) * dv, UNIT, dv, S, NONE, O, p * o_panel, dv, n_j, True)
             # O_i / l, lse_i = m + log l
             has_sink = len(call.sinks) > 0
             start = call.q_starts[b] + i0
             row = lse[b if lse.shape[0] > 1 else 0, h, start : start + n_i]
-            finish_rows(m, l, n_i, call.sinks[h] if has_sink else 0.0, has_sink, row, alpha)
-            scale_lanes(O, ld, dv, n_i, alpha)
-            address = rows_of(out, call.q_starts[b], b, h, i0)
-            store_tile(address, out.code, out.row, O, 0, 1, ld, n_i, dv)
+            finish_rows(m, l, n_i, factor, call.sinks[h] if has_sink else 0.0, has_sink, row, alpha)
+            for p in range(-(-n_i // width)):
+                i = i0 + p * width
+                rows = min(width, i0 + n_i - i)
+                scale_panel(O, p * o_panel, dv, alpha, p * width)
+                address = rows_of(out, call.q_starts[b], b, h, i)
+                store_tile(address, out.code, out.row, O, p * o_panel, UNIT, width, rows, dv)
 
     return kernel
 
 
-_kernels = for_each_dtype(_make_kernel)
+_kernels = for_each_variant(_make_kernel)
 
 
 def fa2_forward(problem: Problem, tiles: Tiles, x: Operands, out: np.ndarray, lse: np.ndarray) -> None:
@@ -117,5 +140,6 @@ def fa2_forward(problem: Problem, tiles: Tiles, x: Operands, out: np.ndarray, ls
         return
     call, keep = describe(problem, tiles, x)
     blocks = -(-problem.Tq // tiles.br)
-    run(_kernels[problem.compute_dtype], blocks * problem.B * problem.Hq, call, view(out), lse)
+    kernel = _kernels[problem.compute_dtype, is_plain(problem, x)]
+    run(kernel, blocks * problem.B * problem.Hq, call, view(out), lse)
     del keep

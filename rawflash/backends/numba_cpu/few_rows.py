@@ -23,7 +23,7 @@ from numba import njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic, overload
 
-from rawflash.backends.numba_cpu.launch import compiled, describe, for_each_dtype, run, view
+from rawflash.backends.numba_cpu.launch import compiled, describe, for_each_dtype, is_plain, run, view
 from rawflash.backends.numba_cpu.microkernel import SHAPE, claim, target_features
 from rawflash.backends.numba_cpu.numerics import (
     address_of,
@@ -492,7 +492,7 @@ def _make_kernel(stamp: str, storage: str, plain: bool):
     element = ELEMENTS[storage]
     item = np.dtype(element).itemsize
 
-    @compiled(f"few_rows_{storage}_{'plain' if plain else 'general'}")
+    @compiled(f"fa2_few_rows_{storage}_{'plain' if plain else 'general'}")
     def kernel(counter, worker, call, out, lse, parts, part_keys, done, partial):
         stamp  # noqa: B018  (part of the cache key, see launch.for_each_dtype)
         size = call.size
@@ -614,12 +614,6 @@ def _make_kernels(stamp: str, dtype: str):
 _kernels = {key: kernel for kernels in for_each_dtype(_make_kernels).values() for key, kernel in kernels.items()}
 
 
-def is_plain(problem: Problem) -> bool:
-    """Does the call do without softcap, bias, ALiBi, dropout and mask?"""
-    options = (problem.softcap, problem.bias, problem.mask)
-    return all(option is None for option in options) and not (problem.alibi or problem.dropout)
-
-
 def few_rows(problem: Problem, tiles: Tiles, x: Operands, out: np.ndarray, lse: np.ndarray) -> None:
     """As :func:`fa2_forward`, for tiles of the family "few rows" (:func:`rawflash.tiling.plan_tiles`)."""
     call, keep = describe(problem, tiles, x)
@@ -627,6 +621,6 @@ def few_rows(problem: Problem, tiles: Tiles, x: Operands, out: np.ndarray, lse: 
     rows = problem.Hq // max(problem.Hkv, 1) * problem.Tq
     saved = heads * tiles.parts * rows * (problem.dv + 2) if tiles.parts > 1 else 0
     partial, done = np.empty(saved, problem.compute_dtype), np.zeros(heads, np.int64)
-    kernel = _kernels[problem.dtype, is_plain(problem)]
+    kernel = _kernels[problem.dtype, is_plain(problem, x)]
     run(kernel, heads * tiles.parts, call, view(out), lse, tiles.parts, tiles.part_keys, done, partial)
     del keep

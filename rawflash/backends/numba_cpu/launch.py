@@ -162,6 +162,8 @@ def describe(problem: Problem, tiles: Tiles, x: Operands) -> tuple[Call, list[np
 
 _pool: ThreadPoolExecutor | None = None
 _pool_lock = threading.Lock()
+#: A thread holds one while it runs a kernel: calls from many Python threads share the cores, and never crowd them.
+_cores = threading.Semaphore(max(1, numba.config.NUMBA_NUM_THREADS))
 
 
 def _threads() -> ThreadPoolExecutor:
@@ -173,9 +175,9 @@ def _threads() -> ThreadPoolExecutor:
 
 
 def _forget_pool() -> None:
-    """A forked child has the pool's object but none of its threads."""
-    global _pool
-    _pool = None
+    """A forked child has the pool's object but none of its threads, and of other threads' cores it gets none back."""
+    global _pool, _cores
+    _pool, _cores = None, threading.Semaphore(max(1, numba.config.NUMBA_NUM_THREADS))
 
 
 if hasattr(os, "register_at_fork"):
@@ -186,13 +188,24 @@ def run(kernel: Callable[..., None], pieces: int, *arguments: Any) -> None:
     """Run ``kernel(counter, worker, *arguments)`` on as many threads as Numba may use.
 
     Each thread claims pieces ``0 .. pieces - 1`` from ``counter[0]`` until none is left. ``worker``
-    numbers the threads from 0.
+    numbers the threads from 0. Of all calls together no more threads run than NUMBA_NUM_THREADS: the caller's waits for
+    a core, the others find one free or leave their share to it.
     """
     workers = min(numba.get_num_threads(), pieces)
-    counter = np.zeros(1, np.int64)
-    others = [_threads().submit(kernel, counter, n, *arguments) for n in range(1, workers)]
+    if workers <= 0:
+        return
+    cores, counter = _cores, np.zeros(1, np.int64)
+
+    def help_out(n: int) -> None:
+        if cores.acquire(blocking=False):
+            try:
+                kernel(counter, n, *arguments)
+            finally:
+                cores.release()
+
+    others = [_threads().submit(help_out, n) for n in range(1, workers)]
     try:
-        if workers > 0:
+        with cores:
             kernel(counter, 0, *arguments)
     finally:
         for other in others:
@@ -231,6 +244,24 @@ def for_each_dtype(make: Callable[[str, str], Any]) -> dict[str, Any]:
     """
     stamp = _source_stamp()
     return {dtype: make(stamp, dtype) for dtype in ("float32", "float64")}
+
+
+def for_each_variant(make: Callable[[str, str, bool], Any]) -> dict[tuple[str, bool], Any]:
+    """``make(stamp, dtype, plain)`` for both compute dtypes, with and without code for the options of `is_plain`.
+
+    Options are most of a kernel, and so of the time that it takes to compile: calls without them do not wait for it.
+    """
+    stamp = _source_stamp()
+    return {(dtype, plain): make(stamp, dtype, plain) for dtype in ("float32", "float64") for plain in (True, False)}
+
+
+def is_plain(problem: Problem, x: Operands) -> bool:
+    """No option touches a score: masking by band and lengths alone, and a scale that is a factor of exponents."""
+    touched = problem.softcap or x.bias is not None or x.alibi_slopes is not None or problem.dropout
+    return not touched and x.visibility.mask is None and PLAIN_SCALES[0] < problem.scale < PLAIN_SCALES[1]
+
+
+PLAIN_SCALES = 1e-20, 1e20  # the maximum of scores is that of scaled ones, and no constant of exp overflows
 
 
 def _source_stamp() -> str:

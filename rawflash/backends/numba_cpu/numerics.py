@@ -23,6 +23,8 @@ from numba.core.errors import TypingError
 from numba.extending import intrinsic, overload
 from numpy.polynomial import Chebyshev, Polynomial
 
+from rawflash.backends.numba_cpu.microkernel import OPTIONS
+
 __all__ = [
     "BFLOAT16",
     "FLOAT16",
@@ -40,10 +42,8 @@ __all__ = [
 
 FLOAT32, FLOAT64, FLOAT16, BFLOAT16 = range(4)  # storage codes
 
-# error_model: no division checks, hence no error paths, in loops. No wrappers: a third less time to compile.
-_OPTIONS = {"nogil": True, "error_model": "numpy", "no_cpython_wrapper": True, "no_cfunc_wrapper": True}
-_helper = njit(**_OPTIONS)
-_element_wise = njit(**_OPTIONS, forceinline=True)  # a call left in a loop would keep it from vectorising
+_helper = njit(**OPTIONS)
+_element_wise = njit(**OPTIONS, forceinline=True)  # a call left in a loop would keep it from vectorising
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -160,7 +160,7 @@ def exp(x):
     return np.exp(x)
 
 
-@overload(exp, jit_options={**_OPTIONS, "forceinline": True})
+@overload(exp, jit_options={**OPTIONS, "forceinline": True})
 def _exp_overload(x):
     return _EXP.get(x)
 

@@ -10,6 +10,7 @@ import numpy as np
 from numba import njit
 
 from rawflash import masks
+from rawflash.backends.numba_cpu.microkernel import OPTIONS
 from rawflash.backends.numba_cpu.numerics import load_i64, load_u8
 
 EMPTY, PARTIAL, FULL = masks.EMPTY, masks.PARTIAL, masks.FULL
@@ -17,7 +18,7 @@ _BAND, _PREFIX, _LENGTHS, _SEGMENTS = masks.OP_BAND, masks.OP_PREFIX, masks.OP_L
 _DENSE, _AND, _OR = masks.OP_DENSE, masks.OP_AND, masks.OP_OR
 _WORD = 8  # bytes of an int64
 
-_helper = njit(nogil=True, error_model="numpy")
+_helper = njit(**OPTIONS)
 
 
 @_helper
