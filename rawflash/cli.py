@@ -32,6 +32,7 @@ import tracemalloc
 import zipfile
 from collections.abc import Callable, Iterator, Sequence
 from importlib import import_module
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -956,7 +957,7 @@ def _time_kernel(lines: list[_Line], case: _Case) -> None:
 
 def _small_call(
     options: dict[str, Any], d: int, directions: Sequence[str] = DIRECTIONS, shape: tuple[int, int] = (1, WARM_TOKENS),
-    dtype: str = "float32",
+    dtype: Any = np.float32,
 ) -> None:  # fmt: skip
     """Calls on few heads and tokens, which compile the kernels of an algorithm for a dtype."""
     x = np.zeros((1, *shape, d), dtype)
@@ -968,12 +969,15 @@ def _small_call(
 
 def compile_all() -> int:
     """Compile every kernel of numba_cpu into the cache on disk; how many were not there."""
-    for algorithm in ("fa1", "fa2"):
-        for dtype in ("float32", "float64"):
-            for options in ({}, {"softcap": 1.0}):  # kernels with and without the options that touch scores
-                for tokens in (1, WARM_TOKENS):
-                    call = {"backend": "numba_cpu", "algorithm": algorithm, **options}
-                    _small_call(call, 8, DIRECTIONS, (1, tokens), dtype)
+    dtypes = [np.dtype(name) for name in DTYPES if name != "bfloat16"]
+    with contextlib.suppress(BackendError):
+        dtypes.append(arrays.bfloat16())
+    for algorithm, options, dtype in product(("fa1", "fa2"), ({}, {"softcap": 1.0}), dtypes):
+        # With and without the options that touch scores; in fa2 few rows have kernels of their own, one a dtype.
+        call = {"backend": "numba_cpu", "algorithm": algorithm, **options}
+        _small_call(call, 8, ("forward",), (1, 1), dtype)
+        if dtype.itemsize > 2:
+            _small_call(call, 8, DIRECTIONS, (1, WARM_TOKENS), dtype)
     return _compiled(("fa1", "fa2"))
 
 

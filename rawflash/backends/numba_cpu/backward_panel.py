@@ -45,14 +45,13 @@ def gradient_panel(typingctx, x, P, dP, rows, dS, dS_row, lse, delta, first, sca
             return v.spread(builder.load(pointer))
 
         def differentiate(row, values):
-            shift, gamma = of_row(lse_type, lse, row), of_row(delta_type, delta, row)
+            minus_lse, gamma = builder.fneg(of_row(lse_type, lse, row)), of_row(delta_type, delta, row)
             P_at = v.pointers(x_type, x, _row_of(v, P, row))
             dP_at = v.pointers(x_type, x, _row_of(v, dP, row))
             dS_at = v.pointers(x_type, x, builder.add(dS, builder.mul(row, dS_row)))
             p_row, dS_row_ = [], []
             for s, g in zip(v.load(P_at), v.load(dP_at)):
-                # Rounded before lse is taken off, as lse was: where one key has all of a row, P is 1 and not near it.
-                t = builder.fsub(builder.fmul(s, factor), shift)
+                t = v.fma(s, factor, minus_lse)
                 t = builder.select(builder.fcmp_ordered("<", zero, t), zero, t)  # false for NaN, which passes
                 p = builder.select(builder.fcmp_ordered("==", s, hidden), zero, v.exp2(t, log2_e, lowest))
                 product = builder.fmul(p, builder.fsub(g, gamma))

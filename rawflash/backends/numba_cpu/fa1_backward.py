@@ -15,7 +15,7 @@ import numpy as np
 
 from rawflash.backends.numba_cpu.gradient import (
     SPARE,
-    backward_step,
+    backward_step_general,
     gamma_rows,
     load_keys,
     load_queries,
@@ -28,8 +28,7 @@ from rawflash.backends.numba_cpu.launch import (
     compiled,
     contiguous_statistic,
     describe,
-    for_each_variant,
-    is_plain,
+    for_each_dtype,
     run,
     sink_gradient,
     view,
@@ -41,10 +40,8 @@ from rawflash.problem import Operands, Problem
 from rawflash.tiling import Tiles
 
 
-def _make_kernel(stamp: str, dtype: str, plain: bool):
-    step = backward_step[plain]
-
-    @compiled(f"fa1_backward_{'plain' if plain else 'general'}_{dtype}")
+def _make_kernel(stamp: str, dtype: str):
+    @compiled(f"fa1_backward_{dtype}")
     def kernel(counter, worker, call, heads_per_piece, dout, o, lse, dlse, dq, dk, dv, dbias, dbias_strides):
         stamp  # noqa: B018  (part of the cache key, see launch.for_each_dtype)
         size = call.size
@@ -56,8 +53,7 @@ def _make_kernel(stamp: str, dtype: str, plain: bool):
         # Main memory of the query heads of a group: dQ, in panels
         dq_rows = size.Tq + SPARE
         dQ = aligned(group * dq_rows * w.ldd, one)
-        if not plain:
-            classes = np.zeros(size.program_depth, np.int64)
+        classes = np.zeros(size.program_depth, np.int64)
         while True:
             piece = claim(counter, 0)
             if piece >= size.B * size.Hkv // heads_per_piece:
@@ -77,21 +73,20 @@ def _make_kernel(stamp: str, dtype: str, plain: bool):
                             n_i = min(br, i_high - i0)
                             band = band_class(call, i0, i0 + n_i, j0, j0 + n_j, offset)
                             kind = band
-                            if not plain:
-                                if size.program_depth > 0:
-                                    inside = program_class(call, classes, b, h, i0, i0 + n_i, j0, j0 + n_j, offset)
-                                    kind = min(kind, inside)
+                            if size.program_depth > 0:
+                                inside = program_class(call, classes, b, h, i0, i0 + n_i, j0, j0 + n_j, offset)
+                                kind = min(kind, inside)
                             if kind == EMPTY:
                                 continue
                             # Load Q_i, dO_i, O_i, m_i; gamma = rowsum(dO * O)
                             load_queries(call, w, dout, b, h, i0, n_i)
                             gamma_rows(
-                                call, w.x, w.dO, w.dP, w.ldv, o, dlses, statistics + i0, gamma, 0, b, h, i0, n_i
+                                call, w.x, w.dO, w.O, w.ldv, o, dlses, statistics + i0, gamma, 0, b, h, i0, n_i
                             )
                             for r in range(n_i):
                                 m[r] = lses[statistics + i0 + r]
                             # Load dQ_i; dQ_i += dS K; store dQ_i
-                            step(
+                            backward_step_general(
                                 call, w, kind, band == PARTIAL, b, h, i0, n_i, j0, n_j, m, gamma, 0,
                                 dQ, (h - hkv * group) * dq_rows * w.ldd + i0 * columns, dq_rows, dbias, dbias_strides,
                             )  # fmt: skip
@@ -107,7 +102,7 @@ def _make_kernel(stamp: str, dtype: str, plain: bool):
     return kernel
 
 
-_kernels = for_each_variant(_make_kernel)
+_kernels = for_each_dtype(_make_kernel)
 
 
 def fa1_backward(problem: Problem, tiles: Tiles, x: Operands, grads: dict[str, np.ndarray]) -> None:
@@ -120,7 +115,7 @@ def fa1_backward(problem: Problem, tiles: Tiles, x: Operands, grads: dict[str, n
     heads = problem.B * problem.Hkv
     heads_per_piece = max(heads, 1) if alone else 1
     run(
-        _kernels[problem.compute_dtype, is_plain(problem, x)], heads // heads_per_piece,
+        _kernels[problem.compute_dtype], heads // heads_per_piece,
         call, heads_per_piece, view(x.dout), view(x.o), lse, dlse,
         view(grads["q"]), view(grads["k"]), view(grads["v"]), dbias, strides,
     )  # fmt: skip

@@ -17,7 +17,8 @@ from rawflash.backends.numba_cpu import microkernel
 from rawflash.backends.numba_cpu.backward_panel import add_panel
 from rawflash.backends.numba_cpu.gradient import (
     SPARE,
-    backward_step,
+    backward_step_general,
+    backward_step_plain,
     gamma_rows,
     load_keys,
     load_queries,
@@ -103,8 +104,6 @@ def _make_passes(stamp: str, dtype: str):
 
 
 def _make_kernel(stamp: str, dtype: str, plain: bool):
-    step = backward_step[plain]
-
     @compiled(f"fa2_backward_{'plain' if plain else 'general'}_{dtype}")
     def kernel(
         counter, worker, call, shares, heads_per_piece, dout, lse, delta, dq_rows, dq_sums, dk, dv, dbias, dbias_strides
@@ -152,10 +151,17 @@ def _make_kernel(stamp: str, dtype: str, plain: bool):
                             # Load Q_i, dO_i
                             load_queries(call, w, dout, b, h, i0, n_i)
                             # dQ_i += dS K
-                            step(
-                                call, w, kind, band == PARTIAL, b, h, i0, n_i, j0, n_j, lses, deltas, statistics + i0,
-                                dq_sums, dq_head + i0 * columns_of(lse), dq_rows, dbias, dbias_strides,
-                            )  # fmt: skip
+                            rows, dq_at = statistics + i0, dq_head + i0 * columns_of(lse)
+                            if plain:
+                                backward_step_plain(
+                                    call, w, kind, band == PARTIAL, b, h, i0, n_i, j0, n_j, lses, deltas, rows,
+                                    dq_sums, dq_at, dq_rows, dbias, dbias_strides,
+                                )  # fmt: skip
+                            else:
+                                backward_step_general(
+                                    call, w, kind, band == PARTIAL, b, h, i0, n_i, j0, n_j, lses, deltas, rows,
+                                    dq_sums, dq_at, dq_rows, dbias, dbias_strides,
+                                )  # fmt: skip
                     # Store dK_j, dV_j
                     store_keys(call, w, dk, dv, b, hkv, j0, n_j)
 

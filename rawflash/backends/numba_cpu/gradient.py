@@ -38,7 +38,8 @@ class Work(NamedTuple):
     KT: int  # (d, NR) for each NR of bc
     VT: int  # (dv, NR) for each NR of bc
     P: int  # (br, NR): S, then P
-    dP: int  # (br, NR); O before it (br, ldv) where gamma is needed
+    dP: int  # (br, NR)
+    O: int  # (br, ldv), rows, zeros beyond dv: only where gamma is not at hand
     dS: int  # (br, ldc), rows
     Z: int  # (br, NR): dropout's factors, then the dropped P; only with dropout
     cap: int  # (br, NR): derivative of the softcap; only with one
@@ -69,7 +70,8 @@ def make_work(call, zero):
     P = VT + keys * size.dv
     P = padded(P, columns)
     dP = P + score
-    dS = dP + rows * ldv + score
+    O = dP + score
+    dS = O + rows * ldv
     Z = dS + padded(rows * ldc, columns)
     cap = Z + (score if call.real.keep_scale != 1.0 else 0)
     dK = cap + (score if call.real.softcap > 0 else 0)
@@ -77,7 +79,7 @@ def make_work(call, zero):
     x = aligned(dV + keys * ldv, zero)
     seen = np.zeros((size.program_depth, columns), np.uint8)
     return Work(
-        x, seen, Q, dO, Q_panels, dO_panels, K_panels, KT, VT, P, dP, dS, Z, cap, dK, dV, ldd, ldv, ldc, rows, keys
+        x, seen, Q, dO, Q_panels, dO_panels, K_panels, KT, VT, P, dP, O, dS, Z, cap, dK, dV, ldd, ldv, ldc, rows, keys
     )
 
 
@@ -173,7 +175,7 @@ def _clear(x, at, ld, rows):
 
 
 def _make_step(plain: bool):
-    """`backward_step`, with or without code for the options that touch a score."""
+    """A backward step, with or without code for the options that touch a score."""
 
     def step(
         call, w, kind, by_band, b, h, i0, n_i, j0, n_j, lse, delta, first, dQ, dQ_at, dQ_rows, dbias, dbias_strides
@@ -247,7 +249,8 @@ def _make_step(plain: bool):
     return _helper(step)
 
 
-backward_step = {plain: _make_step(plain) for plain in (True, False)}
+# Each by a name of this module: a kernel that closed over one would have another key in the disk cache every time.
+backward_step_plain, backward_step_general = _make_step(True), _make_step(False)
 
 
 @_helper
