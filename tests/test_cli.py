@@ -776,8 +776,8 @@ def test_compiled_kernels_are_loaded_by_later_processes():
         "from rawflash.backends.numba_cpu.launch import KERNELS; "
         "print(made, len(KERNELS), [name for name, kernel in KERNELS.items() if not kernel.signatures])"
     )
-    said = [subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split(" ", 2)
-            for _ in range(2)]  # fmt: skip
+    command = [sys.executable, "-c", code]
+    said = [subprocess.run(command, capture_output=True, text=True, check=True).stdout.split(" ", 2) for _ in range(2)]
     assert int(said[1][1]) > 20 and said[0][2].strip() == said[1][2].strip() == "[]"
     assert int(said[1][0]) == 0, f"compiled again: {said[1][0]} kernels"
 
