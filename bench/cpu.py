@@ -1,11 +1,12 @@
 """Time numba_cpu beside PyTorch's CPU attention, A and B alternating in one process, and write a record.
 
     python bench/cpu.py --json FILE                # every group; needs pip install 'rawflash[bench]'
-    python bench/cpu.py --only float32             # some: float32, float64, bfloat16, decode, memory, start
+    python bench/cpu.py --only float32             # some: float32, float64, bfloat16, decode, memory, start, sweep
 
 float32, float64, bfloat16: forward and backward, causal and not, over lengths and head dimensions. decode: one query a
 head, as bytes of K and V a second beside those of a copy and of a sum. memory: resident memory of a long call beyond
-its inputs. start: from the import to the results in a new process, with an empty cache of kernels and with a full one.
+its inputs. sweep: time over M, which tiles come from. start: from the import to the results in a new process, with an
+empty cache of kernels and with a full one.
 
 Milliseconds are quantiles; a ratio is PyTorch's median by ours: above 1 we are faster. FLOPs: 4 H T^2 d forward, half
 of it when causal, 2.5 times that backward. Results are compared with PyTorch's before any timing counts. A large
@@ -52,6 +53,7 @@ CELL_SECONDS = 1.5  # of alternating, about
 FEWEST = 5
 MOST = 25
 PAUSE = 0.01  # before every timed call: OpenMP's threads spin some milliseconds after a call of PyTorch's
+SRAM = tuple(2**n for n in range(16, 21))  # M of the sweep, bytes
 DECODE = (8, 32768, 128)  # heads, keys, head dimension
 MM = 2048
 
@@ -194,6 +196,30 @@ def memory(T: int, most: int) -> dict[str, Any]:
         return pool.submit(extra_memory, T).result()
 
 
+def sweep(T: int, d: int, causal: bool, direction: str, most: int) -> dict[str, Any]:
+    """Time over M, float32, 4 heads, all M in turn: how far the tiles of M = L2 are from the best ones."""
+    q, k, v, dout = (random(1, 4, T, d, dtype="float32", seed=seed).numpy() for seed in range(4))
+    out, lse = rf.attention(q, k, v, causal=causal, return_lse=True)
+
+    def call(sram: int | None) -> Any:
+        if direction == "forward":
+            return rf.attention(q, k, v, causal=causal, sram=sram)
+        return rf.attention_backward(dout, q, k, v, out, lse, causal=causal, sram=sram)
+
+    taken: dict[int | None, list[float]] = {sram: [] for sram in (None, *SRAM)}
+    for _ in range(min(most, 9)):
+        for sram, times in taken.items():
+            times.append(timed(lambda sram=sram: call(sram)))
+    planned = {sram: rf.explain(q, k, v, direction, causal=causal, sram=sram).tiles for sram in taken}
+    medians = {sram: statistics.median(times) for sram, times in taken.items()}
+    best = min(medians.values())
+    return {
+        "best_by_planned": round(best / medians[None], 3),
+        "tiles": {f"M = {sram or 'L2'}: {tiles.br} x {tiles.bc}": f"{medians[sram] * 1e3:.2f} ms"
+                  for sram, tiles in planned.items()},
+    }  # fmt: skip
+
+
 START = """
 import json, time
 began = time.perf_counter()
@@ -244,6 +270,11 @@ GROUPS: dict[str, tuple[Callable[..., dict[str, Any]], list[dict[str, Any]]]] = 
     "decode": (decode, [{"dtype": "float32"}, {"dtype": "bfloat16"}]),
     "memory": (memory, [{"T": 65536}]),
     "start": (start, [{}]),
+    "sweep": (sweep, [
+        {"T": T, "d": d, "causal": causal, "direction": direction}
+        for (T, d, causal), direction in itertools.product(
+            ((1024, 32, False), (1024, 64, False), (1024, 64, True), (2048, 128, False)), DIRECTIONS)
+    ]),
 }
 
 
