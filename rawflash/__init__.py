@@ -9,6 +9,7 @@ from rawflash._version import __version__
 from rawflash.api import (
     attention,
     attention_backward,
+    attention_decode,
     attention_varlen,
     attention_varlen_backward,
     attention_vjp,
@@ -28,6 +29,7 @@ __all__ = [
     "__version__",
     "attention",
     "attention_backward",
+    "attention_decode",
     "attention_varlen",
     "attention_varlen_backward",
     "attention_vjp",

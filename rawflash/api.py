@@ -215,6 +215,64 @@ def attention_varlen_backward(
     return _backward(problem, x)
 
 
+def attention_decode(
+    q: Any, k_cache: Any, v_cache: Any, kv_lengths: Any, block_table: Any = None, **options: Unpack[Options]
+) -> Any:
+    """Attention of a few new queries over a cache of keys and values.
+
+    Parameters
+    ----------
+    q : array (B, Hq, Tq, d)
+        The newest queries of each sequence; ``(B, Tq, Hq, d)`` with ``layout="bthd"``.
+    k_cache : array (B, Hkv, Tmax, d)
+        Or ``(B, Tmax, Hkv, d)``. With ``block_table`` the cache is paged: ``(num_blocks, Hkv, block, d)``, or
+        ``(num_blocks, block, Hkv, d)``.
+    v_cache : array (B, Hkv, Tmax, dv)
+        Likewise.
+    kv_lengths : int array (B,)
+        How many keys of each sequence are valid, those of these queries included. Rows past them are never read.
+    block_table : int array (B, max_blocks), optional
+        Key ``j`` of sequence ``b`` is row ``j % block`` of block ``block_table[b, j // block]``. Entries past the
+        last used block are never looked up. An entry that names no block is an error; on a GPU, where nobody
+        looks at it before, its keys are not used.
+    **options
+        See :class:`rawflash.Options`; not ``mask``, ``bias``, ``q_lengths`` and ``dropout``.
+
+    Returns
+    -------
+    out : array (B, Hq, Tq, dv)
+    lse : array (B, Hq, Tq)
+        With ``return_lse=True``.
+
+    Raises
+    ------
+    ProblemError, BackendError, TileError
+        As for :func:`attention`.
+
+    See Also
+    --------
+    append_kv : puts new keys and values into a cache.
+
+    Notes
+    -----
+    The same as ``attention(q, k, v, kv_lengths=kv_lengths)`` with the caches as ``k`` and ``v``. With ``causal=True``
+    the last query stands at the last valid key, see ``q_offset``. Split over the keys and merged by the log-sum-exp
+    (Dao, Haziza, Massa, Sizov, "Flash-Decoding", 2023).
+
+    Examples
+    --------
+    >>> import numpy as np, rawflash as rf
+    >>> q, cache = np.ones((1, 1, 1, 2)), np.zeros((1, 1, 8, 2))
+    >>> rf.append_kv(cache, cache, q, q, [0])
+    >>> rf.attention_decode(q, cache, cache, kv_lengths=[1])
+    array([[[[1., 1.]]]])
+    """
+    problem, x = check(
+        q, k_cache, v_cache, decode=True, kv_lengths=kv_lengths, block_table=block_table, **known(options)
+    )
+    return _forward(problem, x)
+
+
 def dropout_mask(p: float, seed: int, shape: tuple[int, int, int, int], like: Any = None) -> Any:
     """The dropout mask that every backend applies.
 

@@ -517,7 +517,7 @@ def keep_for_graph(*memory: Any) -> None:
 # ---- results ----------------------------------------------------------------------------------------
 
 
-_READ_BY_KERNELS = ("q_lengths", "kv_lengths", "q_offset", "cu_seqlens_q", "cu_seqlens_k")
+_READ_BY_KERNELS = ("q_lengths", "kv_lengths", "q_offset", "cu_seqlens_q", "cu_seqlens_k", "block_table")
 
 
 def overlaps_input(x: Operands) -> bool:

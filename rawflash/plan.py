@@ -106,7 +106,7 @@ class Plan:
             return "no argument"
         return (
             ", ".join(self.copied)
-            + ": the last axis is not contiguous, the axes cannot be viewed as asked, elements are misaligned, or "
+            + ": a paged cache is gathered, the last axis is not contiguous, the axes cannot be viewed as asked, elements are misaligned, or "
             "out shares memory with what is read"
         )
 
@@ -120,6 +120,7 @@ def explain(
     wrt: tuple[str, ...] | None = None,
     cu_seqlens_q: Any = None,
     cu_seqlens_k: Any = None,
+    block_table: Any = None,
     **options: Unpack[Options],
 ) -> Plan:
     """What a call with these arrays would run. Nothing is compiled, run or written.
@@ -134,6 +135,8 @@ def explain(
         The gradients that the backward call would be asked for.
     cu_seqlens_q, cu_seqlens_k : int array (B + 1,), optional
         Both, for the varlen functions.
+    block_table : int array (B, max_blocks), optional
+        For :func:`rawflash.attention_decode` with a paged cache.
     **options
         See :class:`rawflash.Options`.
 
@@ -163,8 +166,9 @@ def explain(
         check_forward_only(options)
     _check_direction(direction)
     problem, x = check(
-        q, k, v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, wrt=wrt, **known(options)
-    )
+        q, k, v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, decode=block_table is not None,
+        block_table=block_table, wrt=wrt, **known(options)
+    )  # fmt: skip
     visibility = x.visibility
     if "mask" in x.addresses:  # its values are on the device: planned as if every key were visible
         visibility = replace(visibility, mask=None)

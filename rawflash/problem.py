@@ -108,8 +108,9 @@ _NAMES = frozenset(Options.__annotations__)
 FORWARD_ONLY = ("out", "return_lse")
 # Arguments that lie where q does, and those that may also be host arrays or lists beside arrays on a GPU.
 _DEVICE = ("q", "k", "v", "dout", "o", "lse", "dlse", "out", "mask", "bias", "sinks")
-_HOST_TOO = ("alibi_slopes", "q_lengths", "kv_lengths", "q_offset", "cu_seqlens_q", "cu_seqlens_k")
+_HOST_TOO = ("alibi_slopes", "q_lengths", "kv_lengths", "q_offset", "cu_seqlens_q", "cu_seqlens_k", "block_table")
 _NOT_VARLEN = ("mask", "bias", "q_lengths", "kv_lengths")
+_NOT_DECODE = ("mask", "bias", "q_lengths", "dropout", "seed")
 
 
 @dataclass(frozen=True)
@@ -118,7 +119,8 @@ class Problem:
 
     ``Tq`` and ``Tk`` are the longest sequence when ``varlen``. Presence flags and structure
     stand for arrays: ``mask`` is the structure of the mask object, ``bias`` the four axis
-    lengths of the bias (1 where it broadcasts).
+    lengths of the bias (1 where it broadcasts). ``page`` is how many keys a block of a paged
+    cache holds; 0: K and V are not paged.
     """
 
     B: int = 1
@@ -146,6 +148,7 @@ class Problem:
     backend: str = "numba_cpu"
     deterministic: bool = False
     sram: int | None = None
+    page: int = 0
 
     @property
     def group(self) -> int:
@@ -179,6 +182,9 @@ class Operands:
     ``o`` (as ``out``), ``lse`` and ``dlse (S, Hq, Tq)``. ``S`` is ``B``, or 1 for varlen, where all
     sequences lie behind each other on the row axis from ``q_starts[b]`` and ``k_starts[b]``.
     Use :meth:`rows` to take one head of one sequence.
+
+    Of a paged cache on a GPU, ``k (blocks, Hkv, page, d)`` and ``v (blocks, Hkv, page, dv)`` are all blocks; key
+    ``j`` of sequence ``b`` is row ``j % page`` of block ``block_table[b, j // page]``. On a CPU it is gathered.
     """
 
     q: np.ndarray
@@ -203,6 +209,7 @@ class Operands:
     out_overlaps: bool = False  # ``out`` shares memory with an input, which is lost when the call returns
     return_lse: bool = False
     wrt: tuple[str, ...] = ("q", "k", "v")
+    block_table: np.ndarray | None = None  # int (B, blocks of a sequence), on a GPU only
     offset_given: bool = False  # False: q_offset is kv_length - q_length of each sequence
     copied: list[str] = field(default_factory=list)  # arguments that a kernel could not read where they are
     # What was prepared for calls that differ in addresses only. Taken: "forward", "backward", "extents" and the
@@ -339,6 +346,47 @@ def _cu_seqlens(source: arrays.Source, name: str, value: Any, total: int, of: st
     return offsets[:-1], np.diff(offsets)
 
 
+def _block_table(source: arrays.Source, value: Any, batch: int, page: int) -> np.ndarray:
+    """The block table (B, max_blocks) of a paged cache whose blocks have ``page`` rows."""
+    if page < 1:
+        raise ProblemError("k_cache has blocks of 0 rows; expected at least 1 with block_table")
+    array = _host_array("block_table", value, f"integers of shape (B, max_blocks) = ({batch}, *)")
+    if array.dtype.kind not in "iu":
+        raise ProblemError(f"block_table has dtype {array.dtype}; expected integers")
+    _expect("block_table", array.shape, (batch, None), "to match q")
+    if _on_device(source, "block_table", array, array.shape):
+        return source.views["block_table"]
+    return np.ascontiguousarray(array, dtype=np.int64)
+
+
+def _check_blocks(source: arrays.Source, table: np.ndarray, lengths: np.ndarray, blocks: int, page: int) -> None:
+    """Check the blocks that a table on the host says are used, where their number is known here."""
+    if "block_table" in source.addresses or "kv_lengths" in source.addresses:
+        return
+    used = np.arange(table.shape[1]) * page < lengths[:, None]
+    wrong = used & ((table < 0) | (table >= blocks))
+    if wrong.any():
+        b, n = (int(index[0]) for index in np.nonzero(wrong))
+        raise ProblemError(
+            f"block_table has {int(table[b, n])} at ({b}, {n}), which kv_lengths says is used; "
+            f"expected a block between 0 and {blocks - 1}"
+        )
+
+
+def _gathered(blocks: np.ndarray, table: Any, lengths: np.ndarray) -> np.ndarray:
+    """Keys or values ``(B, Hkv, longest, width)`` of a paged cache, copied out of its ``blocks (n, Hkv, page, width)``.
+
+    Only the rows that ``lengths`` says are used are read, and only those are written.
+    """
+    _, heads, page, width = blocks.shape
+    made = np.empty((len(lengths), heads, int(lengths.max(initial=0)), width), blocks.dtype)
+    for rows, entries, length in zip(made, table, lengths, strict=True):
+        for n in range(-(-int(length) // page)):
+            at = slice(n * page, min((n + 1) * page, int(length)))
+            rows[:, at] = blocks[entries[n], :, : at.stop - at.start]
+    return made
+
+
 def _on_device(source: arrays.Source, name: str, value: Any, shape: tuple[int, ...]) -> bool:
     """Is this an integer array on a GPU? Its values stay there, unchecked; kernels clamp them."""
     if name not in source.addresses:
@@ -428,6 +476,10 @@ def check(q: Any, k: Any, v: Any, **arguments: Any) -> tuple[Problem, Operands]:
         Whether it is a varlen call; None: whether it has ``cu_seqlens``.
     cu_seqlens_q, cu_seqlens_k : int array (B + 1,), optional
         Given for varlen calls, both or neither.
+    decode : bool, optional
+        It is a call with caches: k and v are called k_cache and v_cache, and some options are not accepted.
+    block_table : int array (B, max_blocks), optional
+        The caches are paged.
     dout, o, lse, dlse : array, optional
         What the backward functions take.
     wrt : sequence of str, optional
@@ -447,10 +499,9 @@ def check(q: Any, k: Any, v: Any, **arguments: Any) -> tuple[Problem, Operands]:
     ProblemError
         Naming the argument, its value and the rule.
     """
-    source = arrays.Source(q)
     if arrays.on_gpu(q):
-        return _check_on_gpu(source, {"q": q, "k": k, "v": v, **arguments})
-    return _check(source, q, k, v, **arguments)
+        return _check_on_gpu({"q": q, "k": k, "v": v, **arguments})
+    return _check(arrays.Source(q), q, k, v, **arguments)
 
 
 def _check(
@@ -463,6 +514,8 @@ def _check(
     varlen: bool | None = None,
     cu_seqlens_q: Any = None,
     cu_seqlens_k: Any = None,
+    decode: bool = False,
+    block_table: Any = None,
     dout: Any = None,
     o: Any = None,
     lse: Any = None,
@@ -482,6 +535,9 @@ def _check(
     for name in options:
         if varlen and name in _NOT_VARLEN and options[name] is not None:
             raise ProblemError(f"{name} is not accepted with cu_seqlens; expected None")
+        if decode and name in _NOT_DECODE and options[name]:
+            raise ProblemError(f"{name} is not an option of attention_decode; expected it in a call of attention")
+    k_name, v_name = ("k_cache", "v_cache") if decode else ("k", "v")
 
     def option(name: str, default: Any = None) -> Any:
         return options.get(name, default)
@@ -513,18 +569,19 @@ def _check(
     # q, k, v: one device, one dtype, matching shapes.
     if source.device is None:
         _check_same_device(options | dict(
-            k=k, v=v, dout=dout, o=o, lse=lse, dlse=dlse, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k
+            k=k, v=v, dout=dout, o=o, lse=lse, dlse=dlse, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k,
+            block_table=block_table,
         ), gpu=False)  # fmt: skip
     gpu = source.device is not None
     if backend is None:
         backend = "cupy_raw" if gpu else "numba_cpu" if algorithm in ("fa1", "fa2") else "numpy_tiled"
     if gpu != (backend in ("cupy_raw", "numba_cuda")):
         raise _wrong_device(backend, "q", "GPU" if gpu else "CPU")
-    q_user, k_user, v_user = (_numpy_float(n, a) for n, a in (("q", q), ("k", k), ("v", v)))
+    q_user, k_user, v_user = (_numpy_float(n, a) for n, a in (("q", q), (k_name, k), (v_name, v)))
     dtype = q_user.dtype.name
     _check_held("softcap", softcap, dtype)
     _check_held("scale", scale, dtype)
-    for name, array in (("k", k_user), ("v", v_user)):
+    for name, array in ((k_name, k_user), (v_name, v_user)):
         if array.dtype.name != dtype:
             raise ProblemError(f"{name} has dtype {array.dtype}; expected {dtype} to match q")
 
@@ -534,24 +591,34 @@ def _check(
         raise ProblemError(f"q has shape {q_user.shape}; expected {wanted} with cu_seqlens")
     if dims < 2:
         raise ProblemError(f"q has shape {q_user.shape}; expected at least two axes (Tq, d)")
+    if decode and dims != 4:
+        wanted = "(B, Hq, Tq, d)" if layout == "bhtd" else "(B, Tq, Hq, d)"
+        raise ProblemError(f"q has shape {q_user.shape}; expected {wanted} with caches")
     lead = q_user.shape[:-3] if dims > 3 else ()
     form = _Canonical(source, layout, dims, lead)
-    for name, array in (("k", k_user), ("v", v_user)):
+    for name, array in ((k_name, k_user), (v_name, v_user)):
         if array.ndim != dims:
             raise ProblemError(
                 f"{name} has shape {array.shape}; expected {dims} axes to match q of shape {q_user.shape}"
             )
-    _expect("k", k_user.shape, form.user_shape(None, None, q_user.shape[-1]), "to match q")
-    _expect("v", v_user.shape, form.user_shape(None, None, None), "to match q")
-    q4, k4, v4 = form.take("q", q_user), form.take("k", k_user), form.take("v", v_user)
-    (slots, heads_q, rows_q, d), (_, heads_kv, rows_k, _), dv = q4.shape, k4.shape, v4.shape[-1]
+    # All blocks of a paged cache lie where else the sequences do.
+    of_keys = form if block_table is None else _Canonical(source, layout, dims, k_user.shape[:1])
+    _expect(k_name, k_user.shape, of_keys.user_shape(None, None, q_user.shape[-1]), "to match q")
+    _expect(v_name, v_user.shape, of_keys.user_shape(None, None, None), "to match q" if block_table is None else f"to match {k_name}")
+    q4, k4, v4 = form.take("q", q_user), of_keys.take("k", k_user), of_keys.take("v", v_user)
+    (slots, heads_q, rows_q, d), (blocks, heads_kv, rows_k, _), dv = q4.shape, k4.shape, v4.shape[-1]
     if d < 1 or dv < 1:
-        raise ProblemError(f"{'q' if d < 1 else 'v'} has a head dimension of 0; expected at least 1")
-    _expect("v", v_user.shape, form.user_shape(heads_kv, rows_k, None), "to match k")
+        raise ProblemError(f"{'q' if d < 1 else v_name} has a head dimension of 0; expected at least 1")
+    _expect(v_name, v_user.shape, of_keys.user_shape(heads_kv, rows_k, None), f"to match {k_name}")
     if heads_kv < 1 or heads_q < 1 or heads_q % heads_kv:
         raise ProblemError(
-            f"q has {heads_q} heads and k has {heads_kv}; expected q's to be a positive multiple of k's"
+            f"q has {heads_q} heads and {k_name} has {heads_kv}; expected q's to be a positive multiple of {k_name}'s"
         )
+    page, table = 0, None
+    if block_table is not None:
+        page = rows_k
+        table = _block_table(source, block_table, slots, page)
+        rows_k = table.shape[1] * page
 
     # Lengths and offsets.
     if varlen:
@@ -568,6 +635,12 @@ def _check(
         q_starts = k_starts = np.zeros(batch, np.int64)
         q_lengths = _lengths(source, "q_lengths", option("q_lengths"), batch, rows_q)
         kv_lengths = _lengths(source, "kv_lengths", option("kv_lengths"), batch, rows_k)
+    if table is not None:
+        _check_blocks(source, table, kv_lengths, blocks, page)
+    if page and not gpu:  # a copy, so that what computes there need not know of blocks
+        k4, v4 = (_gathered(array, table, kv_lengths) for array in (k4, v4))
+        source.copied += (k_name, v_name)
+        longest_k, page, table = k4.shape[2], 0, None
     offset_given = option("q_offset") is not None
     if _on_device(source, "q_offset", option("q_offset"), (batch,)):
         q_offset = np.zeros(batch, np.int64)
@@ -598,7 +671,7 @@ def _check(
         ragged=option("q_lengths") is not None or option("kv_lengths") is not None,
         varlen=varlen, bias=None if bias is None else bias.shape, alibi=slopes is not None,
         softcap=softcap, sinks=sinks is not None, dropout=dropout, seed=seed, layout=layout,
-        algorithm=algorithm, backend=backend, deterministic=deterministic, sram=sram,
+        algorithm=algorithm, backend=backend, deterministic=deterministic, sram=sram, page=page,
     )  # fmt: skip
     operands = Operands(
         q=q4, k=k4, v=v4,
@@ -607,7 +680,8 @@ def _check(
         packed=varlen, kind=source.kind, layout=layout,
         user_shapes={"q": q_user.shape, "k": k_user.shape, "v": v_user.shape, "out": out_shape, "lse": lse_shape},
         bias=bias, alibi_slopes=slopes, sinks=sinks,
-        out=option("out"), target=target, return_lse=return_lse, wrt=wrt, offset_given=offset_given,
+        out=option("out"), target=target, return_lse=return_lse, wrt=wrt, block_table=table,
+        offset_given=offset_given,
         device=source.device, addresses=source.addresses, views=source.views, borrowed=source.borrowed,
         waits=source.waits,
     )  # fmt: skip
@@ -627,7 +701,7 @@ def _check(
 
 # ---- calls on a GPU ------------------------------------------------------------------------------------
 
-_MEMO: dict[tuple[Any, ...], tuple[Problem, dict[str, Any]]] = {}
+_MEMO: dict[tuple[Any, ...], tuple[Problem, type[Operands]]] = {}
 _MEMO_LOCK = threading.Lock()
 MEMO_ENTRIES = 1024
 MEMO_BYTES = 1 << 16  # of one host array in a key
@@ -635,13 +709,15 @@ _PLAIN = frozenset((bool, int, float, str, type(None)))
 _PER_CALL = ("out", "addresses", "keep", "borrowed", "waits")
 
 
-def _check_on_gpu(source: arrays.Source, given: dict[str, Any]) -> tuple[Problem, Operands]:
+def _check_on_gpu(given: dict[str, Any]) -> tuple[Problem, Operands]:
     """:func:`check` for device arrays, remembering what it found.
 
     Calls that differ in nothing but addresses (and the seed) share one problem, one template of
     operands and one ``memo``. The key is what the check reads: of a device array its signature, of
     anything on the host type and content. A call with something else, or with a copy, is not kept.
     """
+    source = arrays.Source(given["q"])
+    read = source.read
     parts: list[Any] = []
     known_content = True
     seed = 0  # not in the key, it may change at every step of a training
@@ -652,8 +728,9 @@ def _check_on_gpu(source: arrays.Source, given: dict[str, Any]) -> tuple[Problem
         elif cls in _PLAIN:
             parts += name, cls, value
         else:
-            content = _content(value) if cls is tuple or cls is list else source.read(name, value) or _content(value)
-            known_content = known_content and content is not None
+            content = _content(value) if cls is tuple or cls is list else read(name, value) or _content(value)
+            if content is None:
+                known_content = False
             parts += name, content
     key = tuple(parts) if known_content else None
     found = None if key is None else _MEMO.get(key)
@@ -665,11 +742,9 @@ def _check_on_gpu(source: arrays.Source, given: dict[str, Any]) -> tuple[Problem
         problem, template = found
         if problem.seed != seed:
             problem = replace(problem, seed=seed)
-        x = Operands.__new__(Operands)
-        x.__dict__ = template | {
-            "out": given.get("out"), "addresses": source.addresses, "keep": source.keep,
-            "borrowed": source.borrowed, "waits": source.waits,
-        }  # fmt: skip
+        x = template.__new__(template)
+        x.addresses = source.addresses
+        x.out, x.keep, x.borrowed, x.waits = given.get("out"), source.keep, source.borrowed, source.waits
     if x.target is not None and arrays.overlaps_input(x):
         x.target, x.memo, x.out_overlaps = None, {}, True
     return problem, x
@@ -717,7 +792,9 @@ def _content(value: Any) -> Any:
 
 
 def _remember(key: tuple[Any, ...], problem: Problem, x: Operands) -> None:
-    template = {name: value for name, value in vars(x).items() if name not in _PER_CALL}
+    shared = {name: value for name, value in vars(x).items() if name not in _PER_CALL}
+    # What is the same for all of these calls is a class: an instance then holds what is its own, and is made at once.
+    template = type("Operands", (Operands,), shared)
     with _MEMO_LOCK:
         while len(_MEMO) >= MEMO_ENTRIES:
             del _MEMO[next(iter(_MEMO))]

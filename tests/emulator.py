@@ -55,7 +55,7 @@ class Memory:
 
 
 class Function:
-    """A kernel: called as CuPy's."""
+    """A kernel, called as a loaded one."""
 
     ptr = 0
 
@@ -64,9 +64,8 @@ class Function:
         self.run = library.emulate
         self.run.argtypes = (*[ctypes.c_void_p] * 2, ctypes.c_uint, ctypes.c_uint, ctypes.c_size_t, ctypes.c_bool)
 
-    def __call__(self, grid, block, args, shared_mem=0):
-        (words,) = args
-        found = self.run(self.kernel, words.ctypes.data, grid[0], block[0], shared_mem, self.backwards)
+    def __call__(self, blocks, threads, words, shared_bytes=0):
+        found = self.run(self.kernel, words.buffer_info()[0], blocks, threads, shared_bytes, self.backwards)
         what = {1: "threads wait for threads that will not come", 2: "memory behind the tiles was written"}
         assert found == 0, f"{self.name}: {what[found]}"
 

@@ -7,7 +7,6 @@ as each of them is a thread of Python.
 import sys
 
 import emulator
-import numpy as np
 from numba import config, cuda
 from numba.cuda.simulator import kernelapi
 
@@ -25,9 +24,8 @@ class Function:
     def __init__(self, kernel, index, names):
         self.kernel, self.index, self.names = cuda.jit(kernel), index, names
 
-    def __call__(self, grid, block, args, shared_bytes=0):
-        words = args[0].view(np.int64)[self.index]
-        self.kernel[grid[0], SIDE * SIDE, 0, shared_bytes](self.names(*(int(word) for word in words)))
+    def __call__(self, blocks, threads, words, shared_bytes=0):
+        self.kernel[blocks, SIDE * SIDE, 0, shared_bytes](self.names(*(words[n] for n in self.index)))
 
 
 class Module:

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import threading
+from array import array
 from concurrent.futures import ThreadPoolExecutor
 from importlib import metadata
 from pathlib import Path
@@ -479,7 +480,10 @@ def test_shared_memory_is_asked_for_by_the_function(machine):
 @pytest.mark.gpu
 def test_a_loaded_function_runs_with_all_the_shared_memory_there_is():
     text = r"""
-    extern "C" __global__ void reverse(float *x, int n) {
+    struct Words { float *x; long long n; };
+    extern "C" __global__ void reverse(const __grid_constant__ Words words) {
+        float *x = words.x;
+        const int n = words.n;
         extern __shared__ float s[];
         for (int i = threadIdx.x; i < n; i += blockDim.x) s[i] = x[i];
         __syncthreads();  // all of s is there
@@ -492,5 +496,5 @@ def test_a_loaded_function_runs_with_all_the_shared_memory_there_is():
     compiler.allow_shared(function, nbytes)
     n = nbytes // 4
     x = cupy.arange(n, dtype=np.float32)
-    function((1,), (256,), (x, np.int32(n)), nbytes)
+    function(1, 256, array("q", [x.data.ptr, n]), nbytes)
     np.testing.assert_array_equal(x.get(), np.arange(n, dtype=np.float32)[::-1])

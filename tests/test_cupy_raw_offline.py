@@ -87,10 +87,10 @@ class Function:
     def __init__(self, name, launched):
         self.name, self.launched, self.ptr, self.allowed = name, launched, self, UNASKED_SHARED
 
-    def __call__(self, grid, block, args, shared_mem=0, stream=None):
-        assert min(grid) >= 1
-        assert shared_mem <= self.allowed, f"{self.name} is launched with more shared memory than it asked for"
-        self.launched[self.name] = math.prod(block), shared_mem
+    def __call__(self, blocks, threads, words, shared_bytes=0):
+        assert blocks >= 1
+        assert shared_bytes <= self.allowed, f"{self.name} is launched with more shared memory than it asked for"
+        self.launched[self.name] = threads, shared_bytes
 
 
 class Program(NamedTuple):

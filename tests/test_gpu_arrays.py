@@ -265,7 +265,7 @@ def test_the_same_call_again(name, kind):
     for field in dataclasses.fields(y):
         if field.name not in per_call:
             assert getattr(y, field.name) is getattr(x, field.name), field.name
-    kept = repr([entry[1].keys() for entry in problem._MEMO.values()])
+    kept = repr([vars(entry[1]).keys() for entry in problem._MEMO.values()])
     assert not any(f"'{field}'" in kept for field in per_call)
 
 

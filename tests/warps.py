@@ -219,11 +219,11 @@ class Function:
         self.index, self.names = call.words_of(module.mask_words), call.call_type(module.mask_words)
         self.ran = name, module.values["FAMILY"]
 
-    def __call__(self, grid, block, args, shared_bytes=0):
-        words = self.names(*(int(word) for word in args[0].view(np.int64)[self.index]))
+    def __call__(self, blocks, threads, words, shared_bytes=0):
+        words = self.names(*(words[n] for n in self.index))
         launched.append(self.ran)
-        for n in range(grid[0]):
-            Block(self.kernel, words, self.threads, shared_bytes, (n, grid[0])).run()
+        for n in range(blocks):
+            Block(self.kernel, words, self.threads, shared_bytes, (n, blocks)).run()
 
 
 class Module(compile.Module):

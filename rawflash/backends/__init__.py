@@ -126,6 +126,8 @@ def why_not(name: str, problem: Problem = SMALLEST) -> str | None:
             f"has no algorithm {problem.algorithm!r}; {', '.join(having)} has it, "
             f"for {', '.join({other.runs_on for other in having.values()})}"
         )
+    if problem.page and problem.algorithm != "fa2":
+        return f"has paged caches for algorithm 'fa2'; algorithm is {problem.algorithm!r}"
     if row.largest_head is not None and max(problem.d, problem.dv) > row.largest_head:
         return (
             f"has head dimensions up to {row.largest_head}; d is {problem.d}, dv is {problem.dv}; "

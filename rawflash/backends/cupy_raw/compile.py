@@ -12,6 +12,7 @@ import posixpath
 import re
 import secrets
 import threading
+from array import array
 from collections.abc import Iterator
 from contextlib import suppress
 from functools import cache
@@ -332,10 +333,8 @@ def arch_of(device_id: int) -> str:
 def load(text: str, arch: str, options: tuple[str, ...] = ()) -> Any:
     """The module of a text on the current device; compiled and loaded once a process and device.
 
-    Its ``get_function(name)`` gives a ``cupy.cuda.Function``, called as
-    ``function(grid, block, args, shared_mem=0, stream=None)`` with that device current. ``RawModule`` would give a
-    ``RawKernel``, which looks up the device and its ``Function`` at every launch, and reads code from a file only.
-    Keep the function: it keeps the module, and a call of ``load`` hashes the whole text.
+    Its ``get_function(name)`` gives a :class:`Function`. Keep it: it keeps the module, and a call of ``load`` hashes
+    the whole text.
 
     Parameters
     ----------
@@ -344,7 +343,7 @@ def load(text: str, arch: str, options: tuple[str, ...] = ()) -> Any:
 
     Returns
     -------
-    cupy.cuda.Module
+    Module
 
     Raises
     ------
@@ -357,8 +356,38 @@ def load(text: str, arch: str, options: tuple[str, ...] = ()) -> Any:
         if key not in _modules:
             module = cupy.cuda.Module()
             module.load(cubin(text, arch, options))
-            _modules[key] = module
+            _modules[key] = Module(module)
     return _modules[key]
+
+
+class Module:
+    """The kernels of a loaded text."""
+
+    def __init__(self, module: Any) -> None:
+        self.module = module
+
+    def get_function(self, name: str) -> Function:
+        """A kernel by name."""
+        return Function(self.module.get_function(name))
+
+
+class Function:
+    """A kernel whose one argument is a record of 64-bit words, launched on CuPy's current stream.
+
+    By the driver, past CuPy's own ``Function`` and ``RawKernel``: they look at every argument of every launch, which
+    takes as long as the launch itself.
+    """
+
+    def __init__(self, function: Any) -> None:
+        cuda = _cupy().cuda
+        self.function, self.ptr = function, function.ptr  # CuPy's Function keeps the module
+        self.launch, self.stream = cuda.driver.launchKernel, cuda.get_current_stream
+
+    def __call__(self, blocks: int, threads: int, words: array[int], shared_bytes: int = 0) -> None:
+        # The driver wants the address of the addresses of the arguments; it has copied them when it returns.
+        arguments = array("Q", (words.buffer_info()[0],))
+        self.launch(self.ptr, blocks, 1, 1, threads, 1, 1, shared_bytes, self.stream().ptr,
+                    arguments.buffer_info()[0], 0)  # fmt: skip
 
 
 def allow_shared(function: Any, nbytes: int) -> None:
@@ -368,7 +397,7 @@ def allow_shared(function: Any, nbytes: int) -> None:
 
     Parameters
     ----------
-    function : cupy.cuda.Function
+    function : Function
         From the module that :func:`load` returned.
     nbytes : int
     """

@@ -11,8 +11,10 @@ from rawflash.tiling import Tiles
 def fa2_forward(problem: Problem, tiles: Tiles, x: Operands, out: Target, lse: Target) -> None:
     """Write ``out`` and ``lse``, all of both."""
     blocks, parts = blocks_of(problem.Tq, tiles.br), tiles.parts
-    kernels = launcher("fa2_forward.cu", problem, tiles, x, {"o": out, "lse": lse},
-                       blocks=blocks, parts=parts, part_keys=tiles.part_keys)  # fmt: skip
+    kernels = x.memo.get("fa2_forward.cu") or launcher(
+        "fa2_forward.cu", problem, tiles, x, {"o": out, "lse": lse}, blocks=blocks, parts=parts,
+        part_keys=tiles.part_keys,
+    )  # fmt: skip
     values = {"o.data": out.address, "lse.data": lse.address}
     if parts > 1:
         # O, m and l of every part; O of the first lies in the output where that has numbers as wide

@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import re
 import threading
+from array import array
 from functools import cache
 from hashlib import sha256
 from importlib import import_module, metadata
+from operator import itemgetter
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numba
-import numpy as np
 
 from rawflash.backends.cupy_raw import compile as cubins
 from rawflash.backends.cupy_raw.launch import SIDE, THREADS, VECTOR_BYTES
@@ -115,7 +116,7 @@ def capability_of(arch: str) -> tuple[Any, ...]:
 
 
 class Function:
-    """A loaded kernel, called as CuPy's functions are: ``(blocks,), (threads,), (words,), shared_bytes``.
+    """A loaded kernel, called as those of cupy_raw: ``blocks, threads, words, shared_bytes``.
 
     How many threads a block has it knows better than who calls.
     """
@@ -126,16 +127,16 @@ class Function:
         from rawflash.backends.numba_cuda.call import words_of
 
         self.function, self.ptr, self.cuda, self.threads = function, function.ptr, cupy.cuda, threads
-        self.index = np.array(words_of(mask_words))
-        self.size = np.array([8 * len(self.index)], np.uint64)
+        index = words_of(mask_words)
+        self.taken, self.size = itemgetter(*index), array("Q", (8 * len(index),))
 
-    def __call__(self, grid: tuple[int], block: tuple[int], args: tuple[np.ndarray], shared_bytes: int = 0) -> None:
-        words = args[0].view(np.int64).take(self.index)
+    def __call__(self, blocks: int, threads: int, words: array[int], shared_bytes: int = 0) -> None:
+        taken = array("q", self.taken(words))
         # CU_LAUNCH_PARAM_BUFFER_POINTER, CU_LAUNCH_PARAM_BUFFER_SIZE, CU_LAUNCH_PARAM_END
-        extra = np.array([1, words.ctypes.data, 2, self.size.ctypes.data, 0], np.uint64)
+        extra = array("Q", (1, taken.buffer_info()[0], 2, self.size.buffer_info()[0], 0))
         stream = self.cuda.get_current_stream().ptr
         self.cuda.driver.launchKernel(
-            self.ptr, grid[0], 1, 1, self.threads, 1, 1, shared_bytes, stream, 0, extra.ctypes.data
+            self.ptr, blocks, 1, 1, self.threads, 1, 1, shared_bytes, stream, 0, extra.buffer_info()[0]
         )
 
 

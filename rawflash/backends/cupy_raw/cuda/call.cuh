@@ -34,6 +34,8 @@ struct Call {
     long long sinks_h;
     double* dsinks;
     Table cu_seqlens_q, cu_seqlens_k, q_lengths, kv_lengths, q_offset;
+    Table block_table;               // (B, table_row) blocks of a paged cache that has cache_blocks
+    long long table_row, cache_blocks;
     long long mask[MASK_WORDS];  // of a mask object, see masks.py
     long long offset, offset_given;  // where there is no table q_offset
     long long B, Hq, Hkv, Tq, Tk;    // packed sequences: Tq and Tk are the longest
@@ -81,6 +83,23 @@ __device__ __forceinline__ Sequence sequence(const Call& call, long long b)
     const long long given = call.offset_given ? call.offset : s.kv_length - s.q_length;
     s.offset = clamp(entry(call.q_offset, b, given), -FARTHEST, FARTHEST);
     return s;
+}
+
+// Where key j of a sequence lies. A paged cache (PAGE keys a block) has it in a block that the table names; a block outside the cache is
+// not looked at, and `exists` is false: such a key is hidden.
+struct Place {
+    long long slot, t;
+    bool exists;
+};
+
+__device__ __forceinline__ Place place_of(const Call& call, const Sequence& s, long long j)
+{
+    if constexpr (PAGE == 0)
+        return {s.slot, s.k_start + j, true};
+    constexpr int PER_BLOCK = PAGE ? PAGE : 1;
+    const long long block = entry(call.block_table, s.b * call.table_row + j / PER_BLOCK, 0);
+    const bool exists = 0 <= block && block < call.cache_blocks;
+    return {exists ? block : 0, j % PER_BLOCK, exists};
 }
 
 __device__ __forceinline__ elem* row_of(const Matrix& matrix, long long slot, long long h, long long t)

@@ -32,6 +32,8 @@ __device__ __forceinline__ int tile_kind(const Call& call, const Head& at, long 
         const int band = band_tile(call.band_lower, call.band_upper, i0, i1, j0, j1, at.s.offset);
         kind = band < kind ? band : kind;
     }
+    if constexpr (PAGE)  // some of its blocks may be outside the cache
+        kind = PARTIAL < kind ? PARTIAL : kind;
 #if HAS_MASK
     if (kind != EMPTY) {
         const int mask = mask_tile(call.mask, at.s.b, at.h, i0, i1, j0, j1, at.s.offset);
@@ -95,6 +97,8 @@ __device__ __forceinline__ void row_range(const Call& call, const Sequence& s, l
 __device__ __forceinline__ bool visible(const Call& call, const Head& at, long long i, long long j)
 {
     bool seen = i < at.s.q_length && j < at.s.kv_length;
+    if constexpr (PAGE)
+        seen = seen && place_of(call, at.s, j).exists;
     if constexpr (BAND)
         seen = seen && band_visible(call.band_lower, call.band_upper, i, j, at.s.offset);
 #if HAS_MASK
@@ -178,7 +182,7 @@ __device__ __forceinline__ Span keys_of_row(const Call& call, const Head& at, lo
 }
 
 // Scores without options stay in registers. Others are finished in on-chip memory, in a loop.
-constexpr bool IN_REGISTERS = PLAIN && !HAS_MASK;
+constexpr bool IN_REGISTERS = PLAIN && !HAS_MASK && !PAGE;
 
 // S = Q K^T as products in the thread's registers: S -> scores, hidden ones -inf. `tile` is a place to work in.
 template <int R, int C>

@@ -67,9 +67,8 @@ template <int PENDING> __device__ __forceinline__ void await_copies()
         await_groups<PENDING>();
 }
 
-// tile[r][x] = from[r * stride + x] for r < count, x < COLUMNS; 0 for count <= r < ROWS. Columns past COLUMNS are left alone.
-template <int ROWS, int COLUMNS, int PITCH>
-__device__ __forceinline__ void load_tile(real* tile, const elem* from, long long stride, long long count)
+// tile[r][x] = row(r, exists)[x] for x < COLUMNS; zeros for a row that does not exist. Columns past COLUMNS are left alone.
+template <int ROWS, int COLUMNS, int PITCH, class Row> __device__ __forceinline__ void load_rows(real* tile, const Row& row)
 {
     constexpr int CHUNKS = COLUMNS / CHUNK;
     static_assert(CHUNKS * CHUNK == COLUMNS, "vectors of whole rows");
@@ -77,8 +76,9 @@ __device__ __forceinline__ void load_tile(real* tile, const elem* from, long lon
 #pragma unroll AT_ONCE
     for (int n = threadIdx.x; n < ROWS * CHUNKS; n += THREADS) {
         const int r = n / CHUNKS, x = n % CHUNKS * CHUNK;
-        const bool exists = r < count;
-        const elem* source = exists ? from + r * stride + x : from;
+        bool exists;
+        const elem* source = row(r, exists);
+        source += exists ? x : 0;
         real* target = tile + r * PITCH + x;
         if constexpr (ASYNCHRONOUS) {
             copy_to_shared<CHUNK * sizeof(elem)>(target, source, exists);
@@ -91,6 +91,16 @@ __device__ __forceinline__ void load_tile(real* tile, const elem* from, long lon
                 target[e] = exists ? widen<TYPE>(chunk.x[e]) : real(0);
         }
     }
+}
+
+// tile[r][x] = from[r * stride + x] for r < count; 0 for count <= r < ROWS.
+template <int ROWS, int COLUMNS, int PITCH>
+__device__ __forceinline__ void load_tile(real* tile, const elem* from, long long stride, long long count)
+{
+    load_rows<ROWS, COLUMNS, PITCH>(tile, [&](int r, bool& exists) {
+        exists = r < count;
+        return exists ? from + r * stride : from;
+    });
 }
 
 // Zeros in all on-chip memory of the block: what lies past the columns of a tile then never is a NaN.
