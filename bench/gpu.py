@@ -289,6 +289,107 @@ def doubles(d, T, causal, backward):
             "plain_rate": round(plain_rate(), 1), "share": round(found / plain_rate(), 3)}  # fmt: skip
 
 
+def graphs(calls, times=QUEUED):
+    """CUDA graphs of several calls each, by the name of the library; how to replay one, and its stream's events.
+
+    What a call takes on the host is more than many of these take on the device.
+    """
+    made = {}
+    for name, call in calls.items():
+        if name.startswith("rawflash"):
+            stream = cupy.cuda.Stream(non_blocking=True)
+            with stream:
+                call()
+                stream.synchronize()
+                stream.begin_capture()
+                kept = [call() for _ in range(times)]
+                graph = stream.end_capture()
+            made[name] = stream, lambda graph=graph, stream=stream, kept=kept: graph.launch(stream)
+        else:
+            stream = torch.cuda.Stream()
+            with torch.cuda.stream(stream):
+                call()
+                stream.synchronize()
+                graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(graph, stream=stream):
+                    kept = [call() for _ in range(times)]
+
+            def replay(graph=graph, stream=stream, kept=kept):
+                with torch.cuda.stream(stream):
+                    graph.replay()
+
+            made[name] = cupy.cuda.ExternalStream(stream.cuda_stream), replay
+    return made
+
+
+def replayed(calls, rounds=15, times=QUEUED):
+    """Medians of the device time of one call, in graphs that have their turn in every round."""
+    made, found = graphs(calls, times), {name: [] for name in calls}
+    for n in range(rounds + 2):
+        for name, (stream, replay) in made.items():
+            start, end = (cupy.cuda.Event() for _ in range(2))
+            start.record(stream)
+            replay()
+            end.record(stream)
+            end.synchronize()
+            if n >= 2:
+                found[name].append(cupy.cuda.get_elapsed_time(start, end) / times / 1e3)
+    return {name: statistics.median(t) for name, t in found.items()}
+
+
+@cache
+def copy_rate():
+    """Bytes per second of a copy on the device, read and written."""
+    x, y = (cupy.zeros(1 << 28, np.float32) for _ in range(2))
+    return 2 * x.nbytes / burst({"": lambda: cupy.copyto(y, x)})[""]
+
+
+def decode(B, Hq, Hkv, T, d, dtype="bfloat16"):
+    """One query a sequence over caches, contiguous and paged, beside PyTorch's cuDNN and FlashAttention-2.
+
+    Caches that fit into L2 stay there from call to call, for all alike.
+    """
+    functional, backends = torch.nn.functional.scaled_dot_product_attention, torch.nn.attention.SDPBackend
+    generator = torch.Generator("cuda").manual_seed(1)
+    q, k, v = (
+        torch.randn((B, h, t, d), generator=generator, device="cuda", dtype=getattr(torch, dtype))
+        for h, t in ((Hq, 1), (Hkv, T), (Hkv, T))
+    )
+    lengths = cupy.full(B, T, np.int32)
+    mine = [cupy.from_dlpack(a) for a in (q, k, v)]
+    calls = {"rawflash": lambda: rf.attention_decode(*mine, lengths)}
+    for page in (16, 64):
+        order = torch.randperm(B * T // page, generator=generator, device="cuda")
+        table = cupy.from_dlpack(order.argsort().reshape(B, T // page))
+        # Block `order[n]` of the pool holds what is block n of the sequences, one behind the other
+        pools = [
+            cupy.from_dlpack(a.unflatten(2, (T // page, page)).transpose(1, 2).reshape(-1, Hkv, page, d)[order])
+            for a in (k, v)
+        ]
+        calls[f"rawflash, blocks of {page}"] = (
+            lambda pools=pools, table=table: rf.attention_decode(mine[0], *pools, lengths, table)
+        )
+
+    def theirs(backend):
+        with torch.nn.attention.sdpa_kernel(backend):
+            return functional(q, k, v, enable_gqa=Hq != Hkv)
+
+    calls |= {"cuDNN": lambda: theirs(backends.CUDNN_ATTENTION), "FlashAttention-2": lambda: theirs(backends.FLASH_ATTENTION)}
+    for name, call in calls.items():
+        if name != "cuDNN":
+            compare(call(), calls["cuDNN"]())
+    times = replayed(calls)
+    moved = k.nbytes + v.nbytes
+    row = {"dtype": dtype, "B": B, "Hq": Hq, "Hkv": Hkv, "T": T, "d": d, "cache_bytes": moved}
+    row |= {f"{name}, us": round(t * 1e6, 2) for name, t in times.items()}
+    row |= {f"{name}, TB/s": round(moved / t / 1e12, 3) for name, t in times.items()}
+    return row | {
+        "ratio": round(times["cuDNN"] / times["rawflash"], 3),
+        "of_copy": round(moved / times["rawflash"] / copy_rate(), 3),
+        "paged": [round(times["rawflash"] / times[f"rawflash, blocks of {page}"], 3) for page in (16, 64)],
+    }
+
+
 def host_overhead(name):
     """Host time of a warm call: as many as fit the queue, the device doing next to nothing."""
     q = cupy.zeros((1, 1, 16, 16), np.float32)
@@ -359,6 +460,10 @@ TABLES = {  # name: what makes a row, and its arguments row by row
         host_overhead, [("attention",), ("attention, lse",), ("attention, torch",), ("attention_backward",),
                         ("attention, numba_cuda",)]
     ),
+    "decode": (decode, [
+        (16, 32, 8, 8192, 128), (1, 32, 8, 8192, 128), (1, 32, 8, 131072, 128), (64, 32, 8, 8192, 128),
+        (16, 32, 32, 8192, 128), (16, 32, 8, 8192, 64), (16, 32, 8, 8192, 128, "float16"),
+    ]),
     "start": (start, [("float16",), ("float32",), ("float64",)]),
     "peers": (peer, [(*size, *how) for size in SIZES for how in itertools.product(BOTH, BOTH)]),
     "against_dense": (

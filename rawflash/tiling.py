@@ -24,6 +24,7 @@ first: it costs no traffic) until the sum is at most M.
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -61,6 +62,15 @@ FEW_KEYS = 16  # rows of K or V that it may copy, to have whole vectors
 FEW_BLOCK = 128  # keys of a block
 FEW_PART = 1024  # keys that a part of them has at least
 FEW_PIECES = 128  # parts of all K/V heads together: enough for threads to end together
+FEW_MMA = "few rows, mma"  # family of cupy_raw's fa2 forward pass for few queries in 16 bits (cuda/fa2_few_rows.cu)
+FEW_MMA_QUERIES = 16  # of a head
+FEW_MMA_STEP = 16  # keys that a warp takes at a time; rows of a product
+FEW_MMA_WARPS = 8  # of a block of threads
+FEW_MMA_TURN = FEW_MMA_STEP * FEW_MMA_WARPS
+FEW_MMA_ROWS = 32  # of a block, where accumulators leave registers for more than one product's
+FEW_MMA_WIDE = 128  # head dimension up to which they do
+FEW_MMA_LEAST = 2 * FEW_MMA_TURN  # keys of a part
+FEW_MMA_START, FEW_MMA_MERGE = 1.0, 1.5  # what a thread block costs beside its turns, and what merging costs, in turns
 PART_STEPS = 4  # blocks of keys that a part of them has at least
 PART_MOST = 64  # parts of the keys
 PART_START = 1.0  # what a thread block costs beside its steps, and what merging costs, in steps
@@ -176,7 +186,7 @@ class Tiles:
             lines.append("  float32 products on tensor cores, by six products of bfloat16 parts")
         if self.family == MMA and any(tile.where == REGISTERS for tile in self.resident):
             lines.append("  products of 16-bit numbers on tensor cores, P and dS rounded to 16 bits, sums in float32")
-        if self.family == FEW:
+        if self.family in (FEW, FEW_MMA):
             lines.append("  one row of K or V read for all query heads that share it")
         if self.parts > 1:
             lines.append(f"  keys in up to {self.parts} parts of {self.part_keys}, merged by their m and l")
@@ -296,8 +306,10 @@ def plan_tiles(
     if problem.algorithm == "rowwise":
         return _rowwise(problem, chip, direction)
     tiles = _flash(problem, chip, direction, order, blocks)
-    if few_takes(problem, chip, direction) and blocks is None:
+    if blocks is None and few_takes(problem, chip, direction):
         return _few(problem, chip, tiles)
+    if blocks is None and few_mma_takes(problem, chip, direction):
+        return _few_mma(problem, chip) or _share_out(problem, chip, tiles)
     return _share_out(problem, chip, tiles) if (problem.algorithm, direction) == ("fa2", "forward") else tiles
 
 
@@ -315,7 +327,9 @@ def key_ranges(problem: Problem, br: int, bc: int, Tq: int, Tk: int, offset: int
 
 
 def parts_of(tiles: Tiles, low: int, high: int) -> int:
-    """Into how many parts a range of keys is divided (``parts_of`` in fa2_forward.cu)."""
+    """Into how many parts a range of keys is divided (``parts_of`` in fa2_forward.cu, ``divide`` in fa2_few_rows.cu)."""
+    if tiles.family == FEW_MMA:
+        return _few_mma_parts(max(high - low, 0), tiles.parts)[0]
     return 1 if tiles.parts == 1 else min(max(-(-(high - low) // tiles.part_keys), 1), tiles.parts)
 
 
@@ -385,6 +399,59 @@ def _few(problem: Problem, chip: Chip, tiles: Tiles) -> Tiles:
     return replace(
         tiles, bc=bc, resident=resident(bc), family=FEW, parts=max(-(-problem.Tk // part_keys), 1), part_keys=part_keys
     )
+
+
+def few_mma_takes(problem: Problem, chip: Chip, direction: str) -> bool:
+    """Is this a forward pass for cupy_raw's kernel of few rows in 16 bits?"""
+    return (
+        (chip.family, problem.algorithm, direction) == (TENSOR, "fa2", "forward")
+        and problem.dtype in ("float16", "bfloat16")
+        and 0 < problem.Tq <= FEW_MMA_QUERIES
+        and not problem.varlen
+    )
+
+
+def _few_mma(problem: Problem, chip: Chip) -> Tiles | None:
+    """A queue of K and V for each warp, as long as fits, and parts of the keys that fill the device; None: too wide.
+
+    Lengths, which may be known on the device only, decide there how many of the parts there are (``divide``).
+    """
+    limit, d, dv = _available(problem, chip), problem.d, problem.dv
+    rows = problem.group * problem.Tq
+    br = FEW_MMA_ROWS if rows > FEW_MMA_STEP and max(d, dv) <= FEW_MMA_WIDE else FEW_MMA_STEP
+    columns = max(_padded(d, 32), _padded(dv, 64))
+
+    def resident(units: int) -> tuple[Tile, ...]:
+        return (
+            Tile("K or V", units * FEW_MMA_TURN, columns, 2),
+            Tile("Q", br, d, 2, REGISTERS),
+            Tile("S", br, FEW_MMA_STEP, 4, REGISTERS),
+            Tile("O", br, dv, 4, REGISTERS),
+        )
+
+    units = limit // resident(1)[0].bytes
+    merged = FEW_MMA_WARPS * br * (64 + 2 * 4) * 4  # 64 columns of O of all warps, and m and l of a row's four lanes
+    if units < 2 or units * resident(1)[0].bytes < merged:
+        return None
+    pieces = problem.B * problem.Hkv * -(-rows // br)
+    turns, processors = -(-problem.Tk // FEW_MMA_TURN), chip.processors or 0
+    parts, best = 1, math.inf
+    for n in range(1, min(PART_MOST, max(processors * 4 // max(pieces, 1), 1), max(turns // 2, 1)) + 1):
+        waves = -(-pieces * n // max(processors, 1))
+        cost = waves * (-(-turns // n) + FEW_MMA_START) + (FEW_MMA_MERGE if n > 1 else 0)
+        if cost < best:
+            parts, best = n, cost
+    parts, part_keys = _few_mma_parts(problem.Tk, parts)
+    return Tiles(
+        br, FEW_MMA_STEP, resident(units), chip.name, limit, IJ, family=FEW_MMA, parts=parts, part_keys=part_keys
+    )
+
+
+def _few_mma_parts(keys: int, parts: int) -> tuple[int, int]:
+    """How many of the parts a number of keys is divided into, and how many keys each has (``divide``)."""
+    turns = -(-keys // FEW_MMA_TURN)
+    size = max(FEW_MMA_LEAST, -(-turns // parts) * FEW_MMA_TURN)
+    return min(max(-(-keys // size), 1), parts), size
 
 
 def _available(problem: Problem, chip: Chip) -> int:

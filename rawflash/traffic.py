@@ -37,7 +37,7 @@ import numpy as np
 
 from rawflash.masks import EMPTY, FULL, Visibility
 from rawflash.problem import Problem
-from rawflash.tiling import FEW, IJ, JI, RESIDENT, Tiles, key_ranges, parts_of
+from rawflash.tiling import FEW, FEW_MMA, IJ, JI, RESIDENT, Tiles, key_ranges, parts_of
 
 ROW_STATISTICS = ("m", "l", "lse", "dlse", "gamma")
 Counts = tuple[tuple[str, int], ...]
@@ -476,7 +476,7 @@ def _fa2_forward(c: _Call) -> None:
     The kernel for few rows loads them once for the query heads that share them (where these see the same blocks).
     """
     v, d, dv = c.v, c.problem.d, c.problem.dv
-    k_rows = v.k_rows // c.problem.group if c.tiles.family == FEW else v.k_rows
+    k_rows = v.k_rows // c.problem.group if c.tiles.family in (FEW, FEW_MMA) else v.k_rows
     c.load(Q=(v.q + c.again) * d, K=k_rows * d, V=k_rows * dv, O=c.parts * dv, m=c.parts, l=c.parts)
     c.store(O=(v.q + c.parts) * dv, m=c.parts, l=c.parts, lse=v.q)
     c.forward_flops()

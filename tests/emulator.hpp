@@ -136,6 +136,30 @@ template <class T> inline T __shfl_xor_sync(unsigned, T x, int mask)
     return answer;
 }
 
+inline bool __all_sync(unsigned, bool x)
+{
+    bool answer;
+    fibers[current].operand[0] = &x;
+    fibers[current].operand[1] = &answer;
+    by_warp([](Fiber* lanes) {
+        bool all = true;
+        for (unsigned n = 0; n < LANES; n++)
+            all = all && *(bool*)lanes[n].operand[0];
+        for (unsigned n = 0; n < LANES; n++)
+            *(bool*)lanes[n].operand[1] = all;
+    });
+    return answer;
+}
+
+inline unsigned __byte_perm(unsigned x, unsigned y, unsigned selectors)
+{
+    const uint64_t both = (uint64_t)y << 32 | x;
+    unsigned answer = 0;
+    for (unsigned n = 0; n < 4; n++)
+        answer |= (unsigned)(both >> 8 * (selectors >> 4 * n & 7) & 0xFF) << 8 * n;
+    return answer;
+}
+
 // ---- the twins of ptx.cuh -----------------------------------------------------------------------------------------------------
 
 inline float half_to_float(unsigned short x) { return (float)bits<_Float16>(x); }
@@ -174,7 +198,12 @@ inline unsigned bfloat16_bits(float x)
 inline unsigned bfloat16_pair(float x, float y) { return bfloat16_bits(x) | bfloat16_bits(y) << 16; }
 inline unsigned bfloat16_pair_toward_zero(float x, float y) { return bits<unsigned>(x) >> 16 | (bits<unsigned>(y) & 0xFFFF0000u); }
 
-inline void multiply_bfloat16(float (&c)[4], const unsigned (&a)[4], const unsigned (&b)[2])
+inline float bfloat16_to_float(unsigned x) { return bits<float>(x << 16); }
+inline float float16_to_float(unsigned x) { return half_to_float((unsigned short)x); }
+inline unsigned float16_pair(float x, float y) { return float_to_half(x) | (unsigned)float_to_half(y) << 16; }
+
+template <float (*widened)(unsigned)>
+inline void multiply_halves(float (&c)[4], const unsigned (&a)[4], const unsigned (&b)[2])
 {
     Fiber& me = fibers[current];
     me.operand[0] = c, me.operand[1] = (void*)a, me.operand[2] = (void*)b;
@@ -184,10 +213,10 @@ inline void multiply_bfloat16(float (&c)[4], const unsigned (&a)[4], const unsig
             const unsigned g = n / 4, t = n % 4, *x = (unsigned*)lanes[n].operand[1], *y = (unsigned*)lanes[n].operand[2];
             for (unsigned r = 0; r < 4; r++)
                 for (unsigned half = 0; half < 2; half++)
-                    A[g + 8 * (r % 2)][2 * t + 8 * (r / 2) + half] = bits<float>(half ? x[r] & 0xFFFF0000u : x[r] << 16);
+                    A[g + 8 * (r % 2)][2 * t + 8 * (r / 2) + half] = widened(half ? x[r] >> 16 : x[r] & 0xFFFFu);
             for (unsigned r = 0; r < 2; r++)
                 for (unsigned half = 0; half < 2; half++)
-                    B[2 * t + 8 * r + half][g] = bits<float>(half ? y[r] & 0xFFFF0000u : y[r] << 16);
+                    B[2 * t + 8 * r + half][g] = widened(half ? y[r] >> 16 : y[r] & 0xFFFFu);
         }
         for (unsigned n = 0; n < LANES; n++) {
             float* c = (float*)lanes[n].operand[0];
@@ -200,6 +229,9 @@ inline void multiply_bfloat16(float (&c)[4], const unsigned (&a)[4], const unsig
         }
     });
 }
+
+inline void multiply_bfloat16(float (&c)[4], const unsigned (&a)[4], const unsigned (&b)[2]) { multiply_halves<bfloat16_to_float>(c, a, b); }
+inline void multiply_float16(float (&c)[4], const unsigned (&a)[4], const unsigned (&b)[2]) { multiply_halves<float16_to_float>(c, a, b); }
 
 inline void multiply_float64(double& c0, double& c1, double& c2, double& c3, const double (&a)[4], const double (&b)[2])
 {

@@ -1,15 +1,17 @@
-"""FlashAttention-2, forward pass: the launcher of ``cuda/fa2_forward.cu``."""
+"""FlashAttention-2, forward pass: the launcher of ``cuda/fa2_forward.cu`` and ``cuda/fa2_few_rows.cu``."""
 
 from __future__ import annotations
 
 from rawflash.arrays import Target
 from rawflash.backends.cupy_raw.launch import blocks_of, launcher
 from rawflash.problem import Operands, Problem
-from rawflash.tiling import Tiles
+from rawflash.tiling import FEW_MMA, FEW_MMA_LEAST, FEW_MMA_WARPS, Tiles
 
 
 def fa2_forward(problem: Problem, tiles: Tiles, x: Operands, out: Target, lse: Target) -> None:
     """Write ``out`` and ``lse``, all of both."""
+    if tiles.family == FEW_MMA:
+        return _few_rows(problem, tiles, x, out, lse)
     blocks, parts = blocks_of(problem.Tq, tiles.br), tiles.parts
     kernels = x.memo.get("fa2_forward.cu") or launcher(
         "fa2_forward.cu", problem, tiles, x, {"o": out, "lse": lse}, blocks=blocks, parts=parts,
@@ -28,3 +30,20 @@ def fa2_forward(problem: Problem, tiles: Tiles, x: Operands, out: Target, lse: T
     kernels.run("fa2_forward", blocks * parts * problem.Hq * problem.B, call, tiles.smem_bytes)
     if parts > 1:
         kernels.run("fa2_forward_merge", blocks * problem.Hq * problem.B, call)
+
+
+def _few_rows(problem: Problem, tiles: Tiles, x: Operands, out: Target, lse: Target) -> None:
+    rows, parts = problem.B * problem.Hq * problem.Tq, tiles.parts
+    blocks = blocks_of(problem.group * problem.Tq, tiles.br)
+    kernels = x.memo.get("fa2_few_rows.cu") or launcher(
+        "fa2_few_rows.cu", problem, tiles, x, {"o": out, "lse": lse}, blocks=blocks, parts=parts,
+        part_keys=FEW_MMA_LEAST,
+    )  # fmt: skip
+    values = {"o.data": out.address, "lse.data": lse.address}
+    if parts > 1:  # O, m and l of every part
+        O, m, l = (kernels.workspace(rows * n * parts) for n in (problem.dv, 1, 1))
+        values |= {"sums": O.data.ptr, "m.data": m.data.ptr, "l.data": l.data.ptr}
+    call = kernels.call(problem, x, values)
+    kernels.run("fa2_few_rows", blocks * parts * problem.Hkv * problem.B, call, tiles.smem_bytes)
+    if parts > 1:
+        kernels.run("fa2_few_rows_merge", blocks_of(rows, FEW_MMA_WARPS), call)

@@ -81,6 +81,21 @@ __device__ __forceinline__ void multiply_bfloat16(float (&c)[4], const unsigned 
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
 
+// The same of float16.
+__device__ __forceinline__ unsigned float16_pair(float x, float y)
+{
+    unsigned pair;
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(y), "f"(x));
+    return pair;
+}
+
+__device__ __forceinline__ void multiply_float16(float (&c)[4], const unsigned (&a)[4], const unsigned (&b)[2])
+{
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+}
+
 #if __CUDA_ARCH__ < 900
 
 // c += a b for 8 x 8 sums of 4 products. Lane (g, t) holds row g of a and column g of b at depth t; of c row g, columns 2 t and 2 t + 1.

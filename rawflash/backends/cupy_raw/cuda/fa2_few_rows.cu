@@ -1,0 +1,443 @@
+// FlashAttention-2, forward pass, for few rows of queries against many keys: decoding, in 16 bits.
+//
+// A block of threads owns a part of the keys of one K/V head and Br rows of the query heads that share it, packed: row r of these is query
+// r % Tq of the group's head r / Tq. So K and V are read once, and the time is that of reading them. Its warps take 16 keys in turn, each with
+// an O, m and l of its own, which are merged at the end; those of the parts are merged by fa2_few_rows_merge, both as the online softmax goes
+// on from one step to the next (split over keys: Dao, Haziza, Massa, Sizov, "Flash-Decoding", 2023).
+//
+// On chip:  K or V, a queue of units of 16 keys for each warp; in registers Q (Br, d), S = P (Br, 16), O (Br, dv), m, l.
+// Read per step: K_j and V_j, several steps ahead. Written once: O and lse, or O, m and l of a part.
+//
+// The queue needs no barrier: a thread reads from it only what itself has copied there, 16 bytes at a time. That works because the numbers of a
+// sum may come in any order. Of the 32 numbers that two tensor-core products sum over d, lane (g, t) takes the eight neighbours from 8 t on, of Q
+// and of K, which are its operands as they lie. Of 64 columns of V it takes eight neighbours, from 8 g on, of the four keys that its operands
+// have; columns g, g + 8, ... then are the products' first ones, and so on.
+
+#include "numbers.cuh"
+#include "call.cuh"
+#include "tile.cuh"
+#include "products.cuh"
+#include "philox.cuh"
+#include "scores.cuh"
+#include "softmax.cuh"
+
+constexpr int WARP_SIZE = 32;
+constexpr int WARPS = THREADS / WARP_SIZE;
+constexpr int STEP = 16;            // keys that a warp takes at a time
+constexpr int TURN = WARPS * STEP;  // and all warps
+constexpr int M = BR / 16;          // tensor-core products have 16 rows
+constexpr int PIECES_D = ceil_div(D, 32), PIECES_V = ceil_div(DV, 64);  // of 32 numbers of a row of Q or K, of 64 of V
+constexpr int SLOTS = most_of(2 * PIECES_D, 4 * PIECES_V);              // of 16 bytes, for each lane: what it needs of 16 rows of K or V
+constexpr int UNITS = TILE_BYTES / (WARPS * WARP_SIZE * SLOTS * VECTOR_BYTES);
+static_assert(UNITS >= 2 && TILE_BYTES >= WARPS * M * WARP_SIZE * (2 * 16 * 4 + 2 * 8), "what the queues need, and the end");
+constexpr int MERGED = 4;  // neighbouring columns that a lane merges
+
+// Eight neighbouring numbers, two in a word: what a lane copies, and its operands.
+struct alignas(VECTOR_BYTES) Piece { unsigned x[4]; };
+struct alignas(VECTOR_BYTES) Four { float x[MERGED]; };
+
+__device__ __forceinline__ unsigned word_of(float x, float y)
+{
+    if constexpr (TYPE == BFLOAT16)
+        return bfloat16_pair(x, y);
+    else
+        return float16_pair(x, y);
+}
+
+__device__ __forceinline__ void multiply(float (&c)[4], const unsigned (&a)[4], const unsigned (&b)[2])
+{
+    if constexpr (TYPE == BFLOAT16)
+        multiply_bfloat16(c, a, b);
+    else
+        multiply_float16(c, a, b);
+}
+
+// row[column ...] of COLUMNS numbers, zeros past them and of a row that does not exist; by the hardware on its own where it can.
+template <int COLUMNS> __device__ __forceinline__ void copy_piece(Piece* to, const elem* row, int column, bool exists)
+{
+    exists = exists && column < COLUMNS;
+    if constexpr (ALIGNED) {
+        copy_to_shared<VECTOR_BYTES>(to, exists ? row + column : row, exists);
+    } else {
+#pragma unroll
+        for (int n = 0; n < 8; n++)
+            ((elem*)to)[n] = exists && column + n < COLUMNS ? row[column + n] : elem(0);
+    }
+}
+
+// The keys that any row sees but for the mask, from the start of a step.
+__device__ __forceinline__ void seen_keys(const Call& call, const Sequence& s, long long& j_low, long long& j_high)
+{
+    j_low = 0;
+    j_high = s.q_length > 0 ? s.kv_length : 0;
+    if constexpr (BAND) {
+        j_low = clamp(s.offset + call.band_lower, 0, j_high) / STEP * STEP;
+        j_high = clamp(s.q_length + s.offset + call.band_upper, 0, j_high);
+    }
+}
+
+// Into how many parts these keys are divided, at least one, and how many each has; the last takes what is left. The lengths decide, which
+// only the device may know.
+__device__ __forceinline__ int divide(const Call& call, long long j_low, long long j_high, long long& part_keys)
+{
+    const long long keys = most(j_high - j_low, 0), turns = (keys + TURN - 1) / TURN;
+    part_keys = most(call.part_keys, (turns + call.parts - 1) / call.parts * TURN);
+    return (int)clamp((keys + part_keys - 1) / part_keys, 1, call.parts);
+}
+
+__device__ __forceinline__ long long rows_of_part(const Call& call) { return call.B * call.Hq * call.Tq; }
+
+__device__ __forceinline__ float* sums_of_part(const Call& call, const Head& at, int part, long long i)
+{
+    return sums_of(call, at.s.slot, at.h, i, DV) + part * rows_of_part(call) * DV;
+}
+
+__device__ __forceinline__ float* of_part(const Call& call, const Statistic& statistic, const Head& at, int part, long long i)
+{
+    return row_of(statistic, at.s.slot, at.h, i) + part * rows_of_part(call);
+}
+
+// to[column ...] = factor * four of DV numbers, or zeros.
+__device__ __forceinline__ void store_four(elem* to, int column, const Four& sums, float factor, bool empty)
+{
+    struct alignas(ALIGNED ? MERGED * sizeof(elem) : sizeof(elem)) Chunk { elem x[MERGED]; } chunk;
+#pragma unroll
+    for (int n = 0; n < MERGED; n++)
+        chunk.x[n] = narrow<TYPE>(empty ? 0.0f : sums.x[n] * factor);
+    if constexpr (ALIGNED) {
+        if (column < DV)
+            *reinterpret_cast<Chunk*>(to + column) = chunk;
+    } else {
+#pragma unroll
+        for (int n = 0; n < MERGED; n++)
+            if (column + n < DV)
+                to[column + n] = chunk.x[n];
+    }
+}
+
+// O, m and l of a row complete, four columns of them: out and lse.
+__device__ __forceinline__ void finish_four(
+    const Call& call, const Head& at, long long i, int column, const Four& sums, float m, float l, bool writes_lse)
+{
+    float factor = 0, lse = -INFINITE;
+    if (i < at.s.q_length)
+        factor = finish_row(call, at, m, l, lse);
+    if constexpr (DROPOUT)
+        factor *= float(call.keep_scale);
+    store_four(row_of(call.o, at.s.slot, at.h, i), column, sums, factor, i >= at.s.q_length || l == 0);
+    if (writes_lse)
+        store_lse(call, at.s.slot, at.h, i, lse);
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1) fa2_few_rows(const __grid_constant__ Call call)
+{
+    extern __shared__ __align__(VECTOR_BYTES) unsigned char on_chip[];
+    const int lane = threadIdx.x % WARP_SIZE, warp = threadIdx.x / WARP_SIZE, g = lane / 4, t = lane % 4;
+    const long long bh = blockIdx.x / call.blocks / call.parts;
+    const int part = (int)(blockIdx.x / call.blocks % call.parts);
+    const Sequence s = sequence(call, bh / call.Hkv);
+    const long long h_kv = bh % call.Hkv, group = call.Hq / call.Hkv;
+
+    long long j_low, j_high, part_keys;
+    seen_keys(call, s, j_low, j_high);
+    const int parts = divide(call, j_low, j_high, part_keys);
+    if (part >= parts)
+        return;
+    j_low += part * part_keys;
+    if (part < parts - 1)
+        j_high = j_low + part_keys;
+
+    // The queue: what a lane has copied of 16 rows of K, then of V, and so on
+    Piece* const queue = (Piece*)on_chip + warp * UNITS * SLOTS * WARP_SIZE + lane;
+    auto ask_for_keys = [&](long long j0, int unit) {
+        Piece* const to = queue + unit * SLOTS * WARP_SIZE;
+#pragma unroll
+        for (int n = 0; n < 2; n++) {
+            const long long j = j0 + 8 * n + g;
+            const Place place = j < j_high ? place_of(call, s, j) : Place{0, 0, false};
+            const elem* const row = row_of(call.k, place.slot, h_kv, place.t);
+#pragma unroll
+            for (int x = 0; x < PIECES_D; x++)
+                copy_piece<D>(to + (n * PIECES_D + x) * WARP_SIZE, row, 32 * x + 8 * t, place.exists);
+        }
+    };
+    auto ask_for_values = [&](long long j0, int unit) {
+        Piece* const to = queue + unit * SLOTS * WARP_SIZE;
+#pragma unroll
+        for (int n = 0; n < 4; n++) {
+            const long long j = j0 + 2 * t + n % 2 + 8 * (n / 2);
+            const Place place = j < j_high ? place_of(call, s, j) : Place{0, 0, false};
+            const elem* const row = row_of(call.v, place.slot, h_kv, place.t);
+#pragma unroll
+            for (int x = 0; x < PIECES_V; x++)
+                copy_piece<DV>(to + (n * PIECES_V + x) * WARP_SIZE, row, 64 * x + 8 * g, place.exists);
+        }
+    };
+    // Unit n of the warp, if there is one, into the queue
+    long long asked_for = j_low + warp * STEP;  // keys of the next unit
+    auto ask_for = [&](bool values, int unit) {
+        if (asked_for < j_high) {
+            if (values)
+                ask_for_values(asked_for, unit);
+            else
+                ask_for_keys(asked_for, unit);
+        }
+        if (values)
+            asked_for += TURN;
+        commit_group();
+    };
+#pragma unroll
+    for (int unit = 0; unit < UNITS - 1; unit++)
+        ask_for(unit % 2, unit);
+
+    // Load Q, whose rows are those of several heads
+    Head at[M][2];
+    long long i[M][2];
+    bool exists[M][2];
+    Piece Q[M][2][PIECES_D];
+#pragma unroll
+    for (int r = 0; r < M; r++)
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            const long long row = (long long)(blockIdx.x % call.blocks) * BR + 16 * r + 8 * half + g;
+            exists[r][half] = row < group * call.Tq;
+            i[r][half] = exists[r][half] ? row % call.Tq : 0;
+            at[r][half] = head(call, s, h_kv * group + (exists[r][half] ? row / call.Tq : 0));
+            const elem* const from = row_of(call.q, s.slot, at[r][half].h, i[r][half]);
+#pragma unroll
+            for (int x = 0; x < PIECES_D; x++) {
+                const int column = 32 * x + 8 * t;
+                Piece piece = {};
+                if (exists[r][half] && i[r][half] < s.q_length) {
+                    if (ALIGNED && column < D) {
+                        piece = *reinterpret_cast<const Piece*>(from + column);
+                    } else if (!ALIGNED) {
+#pragma unroll
+                        for (int n = 0; n < 8; n++)
+                            piece.x[n / 2] |= (column + n < D ? (unsigned)from[column + n] : 0u) << 16 * (n % 2);
+                    }
+                }
+                Q[r][half][x] = piece;
+            }
+        }
+
+    float O[M][PIECES_V][8][4], m[M][2], l[M][2];
+#pragma unroll
+    for (int r = 0; r < M; r++) {
+#pragma unroll
+        for (int x = 0; x < PIECES_V; x++)
+            fill(O[r][x], 0.0f);
+        m[r][0] = m[r][1] = -INFINITE;
+        l[r][0] = l[r][1] = 0;
+    }
+
+    int unit = 0;
+    for (long long j0 = j_low + warp * STEP; j0 < j_high; j0 += TURN) {
+        // S = Q K^T
+        await_groups<UNITS - 2>();
+        ask_for(UNITS % 2 == 0, unit == 0 ? UNITS - 1 : unit - 1);  // where the unit before was
+        float S[M][2][4];
+#pragma unroll
+        for (int r = 0; r < M; r++)
+            fill(S[r], 0.0f);
+#pragma unroll
+        for (int x = 0; x < PIECES_D; x++) {
+            Piece K[2];
+#pragma unroll
+            for (int n = 0; n < 2; n++)
+                K[n] = queue[(unit * SLOTS + n * PIECES_D + x) * WARP_SIZE];
+#pragma unroll
+            for (int y = 0; y < 4; y += 2)
+#pragma unroll
+                for (int r = 0; r < M; r++)
+#pragma unroll
+                    for (int n = 0; n < 2; n++)
+                        multiply(S[r][n], {Q[r][0][x].x[y], Q[r][1][x].x[y], Q[r][0][x].x[y + 1], Q[r][1][x].x[y + 1]},
+                                 {K[n].x[y], K[n].x[y + 1]});
+        }
+        unit = unit + 1 == UNITS ? 0 : unit + 1;
+
+        // Scores; hidden ones -inf
+        bool full = !HAS_MASK && j0 + STEP <= j_high;
+        if constexpr (BAND)
+            full = full && band_tile(call.band_lower, call.band_upper, 0, call.Tq, j0, j0 + STEP, s.offset) == FULL;
+        if constexpr (PAGE)
+            full = full && PAGE % STEP == 0 && place_of(call, s, j0).exists;
+#pragma unroll
+        for (int r = 0; r < M; r++)
+#pragma unroll
+            for (int n = 0; n < 8; n++) {
+                float& x = S[r][n / 4][n % 4];
+                const int half = n % 4 / 2;
+                const long long j = j0 + 8 * (n / 4) + 2 * t + n % 2;
+                float unused;
+                if (full || (j < j_high && visible(call, at[r][half], i[r][half], j)))
+                    x = score(call, at[r][half], x, i[r][half], j, unused);
+                else
+                    x = -INFINITE;
+            }
+
+        // m_new = max(m, rowmax(S)); P = exp(S - m_new); l = alpha l + rowsum(P)
+        float alpha[M][2];
+        bool same = true;
+#pragma unroll
+        for (int r = 0; r < M; r++)
+#pragma unroll
+            for (int half = 0; half < 2; half++) {
+                float* const x[2] = {&S[r][0][2 * half], &S[r][1][2 * half]};
+                float highest = larger(larger(x[0][0], x[0][1]), larger(x[1][0], x[1][1]));
+                highest = larger(m[r][half], maximum_of_lanes<4>(highest));
+                const float shift = highest == -INFINITE ? 0.0f : highest;
+                alpha[r][half] = exponential(m[r][half] - shift);
+                same = same && highest == m[r][half];
+                m[r][half] = highest;
+                float total = 0;
+#pragma unroll
+                for (int n = 0; n < 2; n++)
+#pragma unroll
+                    for (int c = 0; c < 2; c++) {
+                        x[n][c] = exponential(x[n][c] - shift);
+                        total += x[n][c];
+                        if constexpr (DROPOUT)
+                            x[n][c] = kept(call, s.b, at[r][half].h, i[r][half], j0 + 8 * n + 2 * t + c) ? x[n][c] : 0.0f;
+                    }
+                l[r][half] = l[r][half] * alpha[r][half] + total;
+            }
+
+        // O = alpha O + P V
+        if (!__all_sync(WARP, same)) {
+#pragma unroll
+            for (int r = 0; r < M; r++)
+#pragma unroll
+                for (int x = 0; x < PIECES_V; x++)
+#pragma unroll
+                    for (int n = 0; n < 8; n++)
+#pragma unroll
+                        for (int c = 0; c < 4; c++)
+                            O[r][x][n][c] *= alpha[r][c / 2];
+        }
+        await_groups<UNITS - 2>();
+        ask_for(UNITS % 2 == 1, unit == 0 ? UNITS - 1 : unit - 1);
+        unsigned P[M][4];
+#pragma unroll
+        for (int r = 0; r < M; r++)
+#pragma unroll
+            for (int n = 0; n < 4; n++)
+                P[r][n] = word_of(S[r][n / 2][n % 2 * 2], S[r][n / 2][n % 2 * 2 + 1]);
+#pragma unroll
+        for (int x = 0; x < PIECES_V; x++) {
+            Piece V[4];
+#pragma unroll
+            for (int n = 0; n < 4; n++)
+                V[n] = queue[(unit * SLOTS + n * PIECES_V + x) * WARP_SIZE];
+#pragma unroll
+            for (int n = 0; n < 8; n++) {  // column 64 x + 8 g + n of two keys each in a word
+                const unsigned halves = n % 2 ? 0x7632 : 0x5410;
+                const unsigned b[2] = {__byte_perm(V[0].x[n / 2], V[1].x[n / 2], halves), __byte_perm(V[2].x[n / 2], V[3].x[n / 2], halves)};
+#pragma unroll
+                for (int r = 0; r < M; r++)
+                    multiply(O[r][x][n], P[r], b);
+            }
+        }
+        unit = unit + 1 == UNITS ? 0 : unit + 1;
+    }
+    await_groups<0>();
+
+    // O, m and l of all warps, merged: 64 columns at a time, of which each warp takes four from every lane
+    float2* const statistics = (float2*)(on_chip + WARPS * M * 2 * 4 * WARP_SIZE * sizeof(Four)) + lane;
+    Four* const sums = (Four*)on_chip + lane;
+    auto place = [&](int from, int r, int half) { return (from * M + r) * 2 + half; };
+#pragma unroll
+    for (int x = 0; x < PIECES_V; x++) {
+        __syncthreads();  // nobody reads the queues, or the columns before, any more
+#pragma unroll
+        for (int r = 0; r < M; r++)
+#pragma unroll
+            for (int half = 0; half < 2; half++) {
+#pragma unroll
+                for (int c = 0; c < 4; c++) {  // columns 64 x + 16 t + 4 c ... of the row
+                    Four some;
+#pragma unroll
+                    for (int n = 0; n < MERGED; n++)
+                        some.x[n] = O[r][x][4 * (c % 2) + n][2 * half + c / 2];
+                    sums[(place(warp, r, half) * 4 + c) * WARP_SIZE] = some;
+                }
+                if (x == 0)
+                    statistics[place(warp, r, half) * WARP_SIZE] = make_float2(m[r][half], sum_of_lanes<4>(l[r][half]));
+            }
+        __syncthreads();  // O, m and l of all warps are there
+#pragma unroll
+        for (int r = 0; r < M; r++)
+#pragma unroll
+            for (int half = 0; half < 2; half++) {
+                const int c = warp % 4, column = 64 * x + 16 * t + MERGED * c;
+                if (warp / 4 != half || !exists[r][half])
+                    continue;
+                float highest = -INFINITE, total = 0;
+#pragma unroll
+                for (int w = 0; w < WARPS; w++)
+                    highest = larger(highest, statistics[place(w, r, half) * WARP_SIZE].x);
+                const float shift = highest == -INFINITE ? 0.0f : highest;
+                Four merged = {};
+#pragma unroll
+                for (int w = 0; w < WARPS; w++) {
+                    const float2 its = statistics[place(w, r, half) * WARP_SIZE];
+                    const float weight = exponential(its.x - shift);
+                    const Four some = sums[(place(w, r, half) * 4 + c) * WARP_SIZE];
+                    total += weight * its.y;
+#pragma unroll
+                    for (int n = 0; n < MERGED; n++)
+                        merged.x[n] += weight * some.x[n];
+                }
+                const bool first = x == 0 && t == 0 && c == 0;
+                if (parts == 1) {
+                    finish_four(call, at[r][half], i[r][half], column, merged, highest, total, first);
+                } else if (i[r][half] < s.q_length) {  // fa2_few_rows_merge does the rest
+                    float* const to = sums_of_part(call, at[r][half], part, i[r][half]);
+#pragma unroll
+                    for (int n = 0; n < MERGED; n++)
+                        if (column + n < DV)
+                            to[column + n] = merged.x[n];
+                    if (first) {
+                        *of_part(call, call.m, at[r][half], part, i[r][half]) = highest;
+                        *of_part(call, call.l, at[r][half], part, i[r][half]) = total;
+                    }
+                }
+            }
+    }
+}
+
+// O, m and l of all parts -> O = O / l, lse. A warp for each row.
+extern "C" __global__ void __launch_bounds__(THREADS) fa2_few_rows_merge(const __grid_constant__ Call call)
+{
+    const long long row = (long long)blockIdx.x * WARPS + threadIdx.x / WARP_SIZE;
+    if (row >= call.B * call.Hq * call.Tq)
+        return;
+    const Sequence s = sequence(call, row / (call.Hq * call.Tq));
+    const Head at = head(call, s, row / call.Tq % call.Hq);
+    const long long i = row % call.Tq;
+    long long j_low, j_high, part_keys;
+    seen_keys(call, s, j_low, j_high);
+    const int parts = divide(call, j_low, j_high, part_keys);
+    if (parts == 1)
+        return;
+    for (int column = threadIdx.x % WARP_SIZE * MERGED; column < DV; column += WARP_SIZE * MERGED) {
+        float m = -INFINITE, l = 0;
+        Four O = {};
+        if (i < s.q_length) {
+            for (int part = 0; part < parts; part++)
+                m = larger(m, *of_part(call, call.m, at, part, i));
+            const float shift = m == -INFINITE ? 0.0f : m;
+            for (int part = 0; part < parts; part++) {
+                const float weight = exponential(*of_part(call, call.m, at, part, i) - shift);
+                const float* const from = sums_of_part(call, at, part, i);
+                l += weight * *of_part(call, call.l, at, part, i);
+#pragma unroll
+                for (int n = 0; n < MERGED; n++)
+                    if (column + n < DV)
+                        O.x[n] += weight * from[column + n];
+            }
+        }
+        finish_four(call, at, i, column, O, m, l, column == 0);
+    }
+}
