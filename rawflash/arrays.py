@@ -184,6 +184,15 @@ def require_cupy() -> Any:
     return cupy
 
 
+def read_cupy(array: Any) -> tuple[int, Signature]:
+    """Address and signature of a CuPy array."""
+    data = array.data
+    address = data.ptr
+    return address, (
+        "cupy", array.shape, array.strides, array.dtype, data.device_id, address % _ALIGNMENT, False
+    )  # fmt: skip
+
+
 class Source:
     """Where the arrays of one call lie. On the CPU: nothing but the kind of the result.
 
@@ -232,11 +241,7 @@ class Source:
         """
         kind = kind_of(array)
         if kind == "cupy":
-            data = array.data
-            address = data.ptr
-            signature: Signature = (
-                kind, array.shape, array.strides, array.dtype, data.device_id, address % _ALIGNMENT, False
-            )  # fmt: skip
+            address, signature = read_cupy(array)
         elif not on_gpu(array):
             return None
         elif kind == "torch":
@@ -439,14 +444,18 @@ _HERE: AbstractContextManager[None] = nullcontext()
 
 def on(call: Source | Operands) -> AbstractContextManager[None]:
     """Makes the call's device and stream CuPy's current ones: launches, copies and workspaces go there."""
-    if call.device is None:
-        return _HERE
-    cuda = require_cupy().cuda
-    if call.device == cuda.runtime.getDevice() and not call.waits and not call.borrowed:
-        # JAX names no stream: what came in by DLPack is ordered with CuPy's own.
-        if call.kind not in ("torch", "numba") or stream(call.kind, call.device) == stream("cupy"):
-            return _HERE
-    return _switched(call)
+    return _HERE if is_here(call) else _switched(call)
+
+
+def is_here(call: Source | Operands) -> bool:
+    """Are the call's device and stream CuPy's current ones already, with nothing to wait for?"""
+    device = call.device
+    if device is None:
+        return True
+    if call.waits or call.borrowed or device != require_cupy().cuda.runtime.getDevice():
+        return False
+    # JAX names no stream: what came in by DLPack is ordered with CuPy's own.
+    return call.kind not in ("torch", "numba") or stream(call.kind, device) == stream("cupy")
 
 
 @contextmanager
@@ -630,6 +639,8 @@ class DeviceResult:
     nobody asked for is not made.
     """
 
+    __slots__ = ("_arrays", "operands", "problem")
+
     def __init__(self, problem: Problem, operands: Operands) -> None:
         self.problem, self.operands = problem, operands
         self._arrays: dict[str, Any] = {}
@@ -637,16 +648,17 @@ class DeviceResult:
     def canonical(self, name: str) -> Target:
         """Allocate the result ``name`` ("out", "lse" or an argument) and return what a kernel writes to."""
         x = self.operands
-        if name == "out" and x.target is not None:
-            return Target(x.addresses["out"], x.target)
         prepared = x.memo.get(name)
         if prepared is None:
             shape, dtype = allocation(self.problem, x, name)
             view = canonical_result(x, name, device_view(shape, None, dtype))
-            prepared = x.memo[name] = shape, _torch_dtype(dtype) if x.kind == "torch" else dtype, view
-        shape, dtype, view = prepared
+            made = _torch_dtype(dtype) if x.kind == "torch" else dtype
+            prepared = x.memo[name] = shape, made, view, Target(0, view)
+        shape, dtype, view, not_written = prepared
         if name == "lse" and not x.return_lse:
-            return Target(0, view)  # not written
+            return not_written
+        if name == "out" and x.target is not None:
+            return Target(x.addresses["out"], x.target)
         if x.kind == "torch":
             import torch
 
@@ -672,7 +684,7 @@ class DeviceResult:
             if x.kind == "torch":
                 return array.to(_torch_dtype(dtype)).reshape(shape)
             array = array.astype(dtype, copy=False).reshape(shape)
-        return array if x.kind == "torch" else from_cupy(array, x.kind)
+        return array if x.kind in ("cupy", "torch") else from_cupy(array, x.kind)
 
     def _copy_to_out(self) -> None:
         x = self.operands

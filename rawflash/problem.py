@@ -716,19 +716,23 @@ def _check_on_gpu(given: dict[str, Any]) -> tuple[Problem, Operands]:
     operands and one ``memo``. The key is what the check reads: of a device array its signature, of
     anything on the host type and content. A call with something else, or with a copy, is not kept.
     """
-    source = arrays.Source(given["q"])
-    read = source.read
+    q = given["q"]
+    source = arrays.Source(q)
+    addresses, of_cupy = source.addresses, type(q) if arrays.kind_of(q) == "cupy" else None
     parts: list[Any] = []
     known_content = True
     seed = 0  # not in the key, it may change at every step of a training
     for name, value in given.items():
         cls = type(value)
-        if name == "seed":
+        if cls is of_cupy:
+            addresses[name], content = arrays.read_cupy(value)
+            parts += name, content
+        elif name == "seed":
             seed = _seed(value)
         elif cls in _PLAIN:
             parts += name, cls, value
         else:
-            content = _content(value) if cls is tuple or cls is list else read(name, value) or _content(value)
+            content = _content(value) if cls is tuple or cls is list else source.read(name, value) or _content(value)
             if content is None:
                 known_content = False
             parts += name, content
@@ -743,7 +747,7 @@ def _check_on_gpu(given: dict[str, Any]) -> tuple[Problem, Operands]:
         if problem.seed != seed:
             problem = replace(problem, seed=seed)
         x = template.__new__(template)
-        x.addresses = source.addresses
+        x.addresses = addresses
         x.out, x.keep, x.borrowed, x.waits = given.get("out"), source.keep, source.borrowed, source.waits
     if x.target is not None and arrays.overlaps_input(x):
         x.target, x.memo, x.out_overlaps = None, {}, True
@@ -753,6 +757,8 @@ def _check_on_gpu(given: dict[str, Any]) -> tuple[Problem, Operands]:
 def _check_new_on_gpu(source: arrays.Source, given: dict[str, Any], frozen: bool) -> tuple[Problem, Operands]:
     """Check a call with device arrays; ``frozen``: what it holds of the host's must never change."""
     _check_same_device(given, gpu=True)
+    for name in source.addresses.keys() - source.signatures.keys():
+        source.read(name, given[name])
     source.device, source.originals = source.signatures["q"][4], given
     for name, (*_, device, _, _) in source.signatures.items():
         if device != source.device:

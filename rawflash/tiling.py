@@ -69,6 +69,9 @@ FEW_MMA_WARPS = 8  # of a block of threads
 FEW_MMA_TURN = FEW_MMA_STEP * FEW_MMA_WARPS
 FEW_MMA_ROWS = 32  # of a block, where accumulators leave registers for more than one product's
 FEW_MMA_WIDE = 128  # head dimension up to which they do
+FEW_MMA_QUEUE = 128 << 10  # bytes of K and V on their way: more gains nothing
+FEW_MMA_UNITS = 3  # of it, at least
+FEW_MMA_REGISTERS = 16 * 128  # numbers of Q that a block keeps in registers
 FEW_MMA_LEAST = 2 * FEW_MMA_TURN  # keys of a part
 FEW_MMA_START, FEW_MMA_MERGE = 1.0, 1.5  # what a thread block costs beside its turns, and what merging costs, in turns
 PART_STEPS = 4  # blocks of keys that a part of them has at least
@@ -424,14 +427,16 @@ def _few_mma(problem: Problem, chip: Chip) -> Tiles | None:
     def resident(units: int) -> tuple[Tile, ...]:
         return (
             Tile("K or V", units * FEW_MMA_TURN, columns, 2),
-            Tile("Q", br, d, 2, REGISTERS),
+            Tile("Q", br, _padded(d, 32), 2, REGISTERS if br * _padded(d, 32) <= FEW_MMA_REGISTERS else ON_CHIP),
             Tile("S", br, FEW_MMA_STEP, 4, REGISTERS),
             Tile("O", br, dv, 4, REGISTERS),
         )
 
-    units = limit // resident(1)[0].bytes
+    fixed = sum(tile.bytes for tile in resident(0) if tile.where == ON_CHIP)
+    unit = resident(1)[0].bytes
+    units = min((limit - fixed) // unit, max(FEW_MMA_QUEUE // unit, FEW_MMA_UNITS))
     merged = FEW_MMA_WARPS * br * (64 + 2 * 4) * 4  # 64 columns of O of all warps, and m and l of a row's four lanes
-    if units < 2 or units * resident(1)[0].bytes < merged:
+    if units < 2 or fixed + units * unit < merged:
         return None
     pieces = problem.B * problem.Hkv * -(-rows // br)
     turns, processors = -(-problem.Tk // FEW_MMA_TURN), chip.processors or 0

@@ -136,6 +136,19 @@ template <class T> inline T __shfl_xor_sync(unsigned, T x, int mask)
     return answer;
 }
 
+template <class T> inline T __shfl_sync(unsigned, T x, int lane)
+{
+    T answer;
+    fibers[current].operand[0] = &x;
+    fibers[current].operand[1] = &answer;
+    fibers[current].operand[2] = (void*)(size_t)lane;
+    by_warp([](Fiber* lanes) {
+        for (unsigned n = 0; n < LANES; n++)
+            *(T*)lanes[n].operand[1] = *(T*)lanes[(size_t)lanes[n].operand[2] % LANES].operand[0];
+    });
+    return answer;
+}
+
 inline bool __all_sync(unsigned, bool x)
 {
     bool answer;

@@ -72,7 +72,7 @@ def _double(x: float) -> int:
 
 
 def constants(problem: Problem, tiles: Tiles, *, aligned: bool, side_dtypes: dict[str, str],
-              dlse: bool = False) -> dict[str, Any]:  # fmt: skip
+              dlse: bool = False, table_bytes: int = 8) -> dict[str, Any]:  # fmt: skip
     """What the text of a kernel depends on, but for the mask: switches, types and numbers by name.
 
     Parameters
@@ -85,6 +85,8 @@ def constants(problem: Problem, tiles: Tiles, *, aligned: bool, side_dtypes: dic
         dtype names of "bias", "alibi_slopes" and "sinks", for those that the call has.
     dlse : bool
         The backward pass was given dlse.
+    table_bytes : int
+        Of an entry of the block table.
     """
     item = np.dtype(problem.compute_dtype).itemsize
     depth = DEPTHS.get(tiles.family, VECTOR_BYTES // item)
@@ -115,6 +117,7 @@ def constants(problem: Problem, tiles: Tiles, *, aligned: bool, side_dtypes: dic
         "D": problem.d,
         "DV": problem.dv,
         "PAGE": problem.page,
+        "TABLE_BYTES": table_bytes,
         "DEPTH_D": blocks_of(problem.d, depth) * depth,
         "DEPTH_V": blocks_of(problem.dv, depth) * depth,
         "PITCH_D": to_d,
@@ -172,6 +175,8 @@ class Launcher:
             )
         assert x.device is not None
         found = dict(aligned=_aligned(matrices.values()), side_dtypes=dtypes, dlse=x.dlse is not None)
+        if x.block_table is not None:
+            found["table_bytes"] = x.block_table.itemsize
         self.module = load(file, problem, tiles, x.visibility.mask, len(words), x.device, **found)
         self.functions: dict[str, Any] = {}
         self.kept: list[Any] = []  # device copies of what came from the host

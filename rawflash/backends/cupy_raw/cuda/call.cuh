@@ -92,14 +92,28 @@ struct Place {
     bool exists;
 };
 
-__device__ __forceinline__ Place place_of(const Call& call, const Sequence& s, long long j)
+constexpr int PER_BLOCK = PAGE ? PAGE : 1;
+template <int bytes> struct Entry { typedef long long type; };
+template <> struct Entry<4> { typedef int type; };
+typedef Entry<TABLE_BYTES>::type table_entry;
+
+// What the table says of key j, and where that is.
+__device__ __forceinline__ table_entry block_of(const Call& call, const Sequence& s, long long j)
+{
+    return PAGE ? ((const table_entry*)call.block_table.data)[s.b * call.table_row + j / PER_BLOCK] : 0;
+}
+
+__device__ __forceinline__ Place place_in(const Call& call, const Sequence& s, long long j, long long block)
 {
     if constexpr (PAGE == 0)
         return {s.slot, s.k_start + j, true};
-    constexpr int PER_BLOCK = PAGE ? PAGE : 1;
-    const long long block = entry(call.block_table, s.b * call.table_row + j / PER_BLOCK, 0);
     const bool exists = 0 <= block && block < call.cache_blocks;
     return {exists ? block : 0, j % PER_BLOCK, exists};
+}
+
+__device__ __forceinline__ Place place_of(const Call& call, const Sequence& s, long long j)
+{
+    return place_in(call, s, j, block_of(call, s, j));
 }
 
 __device__ __forceinline__ elem* row_of(const Matrix& matrix, long long slot, long long h, long long t)

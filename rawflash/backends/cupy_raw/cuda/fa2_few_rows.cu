@@ -5,13 +5,14 @@
 // an O, m and l of its own, which are merged at the end; those of the parts are merged by fa2_few_rows_merge, both as the online softmax goes
 // on from one step to the next (split over keys: Dao, Haziza, Massa, Sizov, "Flash-Decoding", 2023).
 //
-// On chip:  K or V, a queue of units of 16 keys for each warp; in registers Q (Br, d), S = P (Br, 16), O (Br, dv), m, l.
+// On chip:  K or V, a queue of units of 16 keys for each warp; in registers S = P (Br, 16), O (Br, dv), m, l; Q (Br, d) where there is room.
 // Read per step: K_j and V_j, several steps ahead. Written once: O and lse, or O, m and l of a part.
 //
-// The queue needs no barrier: a thread reads from it only what itself has copied there, 16 bytes at a time. That works because the numbers of a
-// sum may come in any order. Of the 32 numbers that two tensor-core products sum over d, lane (g, t) takes the eight neighbours from 8 t on, of Q
-// and of K, which are its operands as they lie. Of 64 columns of V it takes eight neighbours, from 8 g on, of the four keys that its operands
-// have; columns g, g + 8, ... then are the products' first ones, and so on.
+// A queue is its warp's own, so that no warp waits for another. Rows come 128 bytes at a time, by eight neighbouring lanes: anything else halves
+// the rate of memory. They lie in the queue as they are read from it, 16 bytes for each lane, which are operands of tensor-core products without
+// further ado, because the numbers of a sum may come in any order: of the 32 numbers that two products sum over d, lane (g, t) takes the eight
+// neighbours from 8 t on, of Q and of K; of 64 columns of V the eight neighbours from 8 g on, of the four keys that its operands have. Columns
+// 0, 8, ... of the 64 are those of the first product, and so on.
 
 #include "numbers.cuh"
 #include "call.cuh"
@@ -27,10 +28,13 @@ constexpr int STEP = 16;            // keys that a warp takes at a time
 constexpr int TURN = WARPS * STEP;  // and all warps
 constexpr int M = BR / 16;          // tensor-core products have 16 rows
 constexpr int PIECES_D = ceil_div(D, 32), PIECES_V = ceil_div(DV, 64);  // of 32 numbers of a row of Q or K, of 64 of V
-constexpr int SLOTS = most_of(2 * PIECES_D, 4 * PIECES_V);              // of 16 bytes, for each lane: what it needs of 16 rows of K or V
-constexpr int UNITS = TILE_BYTES / (WARPS * WARP_SIZE * SLOTS * VECTOR_BYTES);
+constexpr int SLOTS = most_of(2 * PIECES_D, 4 * PIECES_V);              // of 16 bytes, for each lane: a unit, 16 rows of K or V
+constexpr bool Q_ON_CHIP = M * PIECES_D > 4;  // where O leaves too few registers
+constexpr int Q_BYTES = Q_ON_CHIP ? BR * PIECES_D * 32 * (int)sizeof(elem) : 0;
+constexpr int UNITS = (TILE_BYTES - Q_BYTES) / (WARPS * WARP_SIZE * SLOTS * VECTOR_BYTES);
 static_assert(UNITS >= 2 && TILE_BYTES >= WARPS * M * WARP_SIZE * (2 * 16 * 4 + 2 * 8), "what the queues need, and the end");
 constexpr int MERGED = 4;  // neighbouring columns that a lane merges
+constexpr int MOST_PARTS = 64;
 
 // Eight neighbouring numbers, two in a word: what a lane copies, and its operands.
 struct alignas(VECTOR_BYTES) Piece { unsigned x[4]; };
@@ -62,6 +66,34 @@ template <int COLUMNS> __device__ __forceinline__ void copy_piece(Piece* to, con
 #pragma unroll
         for (int n = 0; n < 8; n++)
             ((elem*)to)[n] = exists && column + n < COLUMNS ? row[column + n] : elem(0);
+    }
+}
+
+// Where 16 bytes of a row lie in a unit: which they are of the row, K's and V's. Lanes that copy or read at once touch different banks.
+__device__ __forceinline__ int key_slot(int r, int x)
+{
+    return (r / 8 * PIECES_D + x / 4) * WARP_SIZE + ((r % 8 * 4 + x % 4) ^ (x / 4 % 2 * 4));
+}
+
+__device__ __forceinline__ int value_slot(int r, int x)
+{
+    const int n = r % 2 + r / 8 * 2, t = r % 8 / 2;
+    return (n * PIECES_V + x / 8) * WARP_SIZE + t * 8 + (x % 8 ^ 2 * t);
+}
+
+// A unit: 16 rows of COLUMNS numbers, COUNT times 16 bytes each.
+template <int COLUMNS, int COUNT, class Row, class Slot> __device__ __forceinline__ void copy_rows(const Row& row, const Slot& slot)
+{
+    constexpr int TOGETHER = COUNT % 8 == 0 ? 8 : 4;  // neighbouring lanes that copy neighbours
+    const int lane = threadIdx.x % WARP_SIZE;
+#pragma unroll
+    for (int n = 0; n < STEP; n += WARP_SIZE / TOGETHER) {
+        const int r = n + lane / TOGETHER;
+        bool exists;
+        const elem* const from = row(r, exists);
+#pragma unroll
+        for (int x = lane % TOGETHER; x < COUNT; x += TOGETHER)
+            copy_piece<COLUMNS>(slot(r, x), from, 8 * x, exists);
     }
 }
 
@@ -147,43 +179,41 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) fa2_few_rows(const __gr
     if (part < parts - 1)
         j_high = j_low + part_keys;
 
-    // The queue: what a lane has copied of 16 rows of K, then of V, and so on
-    Piece* const queue = (Piece*)on_chip + warp * UNITS * SLOTS * WARP_SIZE + lane;
-    auto ask_for_keys = [&](long long j0, int unit) {
-        Piece* const to = queue + unit * SLOTS * WARP_SIZE;
-#pragma unroll
-        for (int n = 0; n < 2; n++) {
-            const long long j = j0 + 8 * n + g;
-            const Place place = j < j_high ? place_of(call, s, j) : Place{0, 0, false};
-            const elem* const row = row_of(call.k, place.slot, h_kv, place.t);
-#pragma unroll
-            for (int x = 0; x < PIECES_D; x++)
-                copy_piece<D>(to + (n * PIECES_D + x) * WARP_SIZE, row, 32 * x + 8 * t, place.exists);
-        }
-    };
-    auto ask_for_values = [&](long long j0, int unit) {
-        Piece* const to = queue + unit * SLOTS * WARP_SIZE;
-#pragma unroll
-        for (int n = 0; n < 4; n++) {
-            const long long j = j0 + 2 * t + n % 2 + 8 * (n / 2);
-            const Place place = j < j_high ? place_of(call, s, j) : Place{0, 0, false};
-            const elem* const row = row_of(call.v, place.slot, h_kv, place.t);
-#pragma unroll
-            for (int x = 0; x < PIECES_V; x++)
-                copy_piece<DV>(to + (n * PIECES_V + x) * WARP_SIZE, row, 64 * x + 8 * g, place.exists);
-        }
-    };
-    // Unit n of the warp, if there is one, into the queue
-    long long asked_for = j_low + warp * STEP;  // keys of the next unit
+    // The queue: 16 rows of K, then of V, and so on
+    Piece* const queue = (Piece*)on_chip + warp * UNITS * SLOTS * WARP_SIZE;
+    long long asked_for = j_low + warp * STEP;  // key of the next unit
+    table_entry block = 0;  // of these keys, where all of a unit are in one
+    if (asked_for < j_high)
+        block = block_of(call, s, asked_for);
+    unsigned exist = 0;  // a bit for each unit of K: does its block exist? The last one's is the lowest
     auto ask_for = [&](bool values, int unit) {
         if (asked_for < j_high) {
+            Piece* const to = queue + unit * SLOTS * WARP_SIZE;
+            const Matrix& matrix = values ? call.v : call.k;
+            const Place there = place_in(call, s, asked_for, block);
+            if (!values)
+                exist = exist << 1 | there.exists;
+            const elem* const first = row_of(matrix, there.slot, h_kv, there.t);
+            auto row = [&](int r, bool& exists) {
+                exists = asked_for + r < j_high;
+                if constexpr (PAGE % STEP == 0) {  // all are in one block, or there are no blocks
+                    exists = exists && there.exists;
+                    return first + r * matrix.row;
+                }
+                const Place place = exists ? place_of(call, s, asked_for + r) : Place{0, 0, false};
+                exists = place.exists;
+                return (const elem*)row_of(matrix, place.slot, h_kv, place.t);
+            };
             if (values)
-                ask_for_values(asked_for, unit);
+                copy_rows<DV, 8 * PIECES_V>(row, [&](int r, int x) { return to + value_slot(r, x); });
             else
-                ask_for_keys(asked_for, unit);
+                copy_rows<D, 4 * PIECES_D>(row, [&](int r, int x) { return to + key_slot(r, x); });
         }
-        if (values)
+        if (values) {
             asked_for += TURN;
+            if (asked_for < j_high)
+                block = block_of(call, s, asked_for);  // long before it is needed: nothing waits for it here
+        }
         commit_group();
     };
 #pragma unroll
@@ -194,7 +224,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) fa2_few_rows(const __gr
     Head at[M][2];
     long long i[M][2];
     bool exists[M][2];
-    Piece Q[M][2][PIECES_D];
+    Piece Q[M][2][Q_ON_CHIP ? 1 : PIECES_D];
+    Piece* const Q_tile = (Piece*)(on_chip + TILE_BYTES - Q_BYTES) + lane;
+    auto q_slot = [](int r, int half, int x) { return ((r * 2 + half) * PIECES_D + x) * WARP_SIZE; };
 #pragma unroll
     for (int r = 0; r < M; r++)
 #pragma unroll
@@ -217,9 +249,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) fa2_few_rows(const __gr
                             piece.x[n / 2] |= (column + n < D ? (unsigned)from[column + n] : 0u) << 16 * (n % 2);
                     }
                 }
-                Q[r][half][x] = piece;
+                if constexpr (!Q_ON_CHIP)
+                    Q[r][half][x] = piece;
+                else if (warp == 0)
+                    Q_tile[q_slot(r, half, x)] = piece;
             }
         }
+
+    if constexpr (Q_ON_CHIP)
+        __syncthreads();  // Q is there
 
     float O[M][PIECES_V][8][4], m[M][2], l[M][2];
 #pragma unroll
@@ -235,7 +273,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) fa2_few_rows(const __gr
     for (long long j0 = j_low + warp * STEP; j0 < j_high; j0 += TURN) {
         // S = Q K^T
         await_groups<UNITS - 2>();
-        ask_for(UNITS % 2 == 0, unit == 0 ? UNITS - 1 : unit - 1);  // where the unit before was
+        __syncwarp();  // K_j is there, and no lane reads the unit before any more
+        ask_for(UNITS % 2 == 0, unit == 0 ? UNITS - 1 : unit - 1);
         float S[M][2][4];
 #pragma unroll
         for (int r = 0; r < M; r++)
@@ -245,24 +284,29 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) fa2_few_rows(const __gr
             Piece K[2];
 #pragma unroll
             for (int n = 0; n < 2; n++)
-                K[n] = queue[(unit * SLOTS + n * PIECES_D + x) * WARP_SIZE];
+                K[n] = queue[unit * SLOTS * WARP_SIZE + key_slot(8 * n + g, 4 * x + t)];
 #pragma unroll
-            for (int y = 0; y < 4; y += 2)
+            for (int r = 0; r < M; r++) {
+                Piece q[2];
 #pragma unroll
-                for (int r = 0; r < M; r++)
+                for (int half = 0; half < 2; half++)
+                    q[half] = Q_ON_CHIP ? Q_tile[q_slot(r, half, x)] : Q[r][half][Q_ON_CHIP ? 0 : x];
+#pragma unroll
+                for (int y = 0; y < 4; y += 2)
 #pragma unroll
                     for (int n = 0; n < 2; n++)
-                        multiply(S[r][n], {Q[r][0][x].x[y], Q[r][1][x].x[y], Q[r][0][x].x[y + 1], Q[r][1][x].x[y + 1]},
-                                 {K[n].x[y], K[n].x[y + 1]});
+                        multiply(S[r][n], {q[0].x[y], q[1].x[y], q[0].x[y + 1], q[1].x[y + 1]}, {K[n].x[y], K[n].x[y + 1]});
+            }
         }
         unit = unit + 1 == UNITS ? 0 : unit + 1;
 
         // Scores; hidden ones -inf
+        const int ahead = (int)least((UNITS - 1) / 2, (j_high - 1 - j0) / TURN);  // units of K that were asked for since
         bool full = !HAS_MASK && j0 + STEP <= j_high;
         if constexpr (BAND)
             full = full && band_tile(call.band_lower, call.band_upper, 0, call.Tq, j0, j0 + STEP, s.offset) == FULL;
         if constexpr (PAGE)
-            full = full && PAGE % STEP == 0 && place_of(call, s, j0).exists;
+            full = full && PAGE % STEP == 0 && (exist >> ahead & 1);
 #pragma unroll
         for (int r = 0; r < M; r++)
 #pragma unroll
@@ -317,6 +361,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) fa2_few_rows(const __gr
                             O[r][x][n][c] *= alpha[r][c / 2];
         }
         await_groups<UNITS - 2>();
+        __syncwarp();  // V_j is there, and no lane reads K_j any more
         ask_for(UNITS % 2 == 1, unit == 0 ? UNITS - 1 : unit - 1);
         unsigned P[M][4];
 #pragma unroll
@@ -329,7 +374,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) fa2_few_rows(const __gr
             Piece V[4];
 #pragma unroll
             for (int n = 0; n < 4; n++)
-                V[n] = queue[(unit * SLOTS + n * PIECES_V + x) * WARP_SIZE];
+                V[n] = queue[unit * SLOTS * WARP_SIZE + value_slot(2 * t + n % 2 + 8 * (n / 2), 8 * x + g)];
 #pragma unroll
             for (int n = 0; n < 8; n++) {  // column 64 x + 8 g + n of two keys each in a word
                 const unsigned halves = n % 2 ? 0x7632 : 0x5410;
@@ -421,22 +466,44 @@ extern "C" __global__ void __launch_bounds__(THREADS) fa2_few_rows_merge(const _
     const int parts = divide(call, j_low, j_high, part_keys);
     if (parts == 1)
         return;
-    for (int column = threadIdx.x % WARP_SIZE * MERGED; column < DV; column += WARP_SIZE * MERGED) {
-        float m = -INFINITE, l = 0;
+    // A lane for each part: its weight; then a lane for every few columns
+    const int lane = threadIdx.x % WARP_SIZE;
+    const bool exists = i < s.q_length;
+    float m = -INFINITE, l = 0, weight[MOST_PARTS / WARP_SIZE];
+#pragma unroll
+    for (int n = 0; n < MOST_PARTS / WARP_SIZE; n++) {
+        const int part = n * WARP_SIZE + lane;
+        weight[n] = exists && part < parts ? *of_part(call, call.m, at, part, i) : -INFINITE;
+        m = larger(m, weight[n]);
+    }
+    m = maximum_of_lanes<WARP_SIZE>(m);
+    const float shift = m == -INFINITE ? 0.0f : m;
+#pragma unroll
+    for (int n = 0; n < MOST_PARTS / WARP_SIZE; n++) {
+        const int part = n * WARP_SIZE + lane;
+        weight[n] = exponential(weight[n] - shift);
+        l += exists && part < parts ? weight[n] * *of_part(call, call.l, at, part, i) : 0.0f;
+    }
+    l = sum_of_lanes<WARP_SIZE>(l);
+    for (int first = 0; first < DV; first += WARP_SIZE * MERGED) {
+        const int column = first + lane * MERGED;
         Four O = {};
-        if (i < s.q_length) {
-            for (int part = 0; part < parts; part++)
-                m = larger(m, *of_part(call, call.m, at, part, i));
-            const float shift = m == -INFINITE ? 0.0f : m;
-            for (int part = 0; part < parts; part++) {
-                const float weight = exponential(*of_part(call, call.m, at, part, i) - shift);
-                const float* const from = sums_of_part(call, at, part, i);
-                l += weight * *of_part(call, call.l, at, part, i);
+#pragma unroll 8
+        for (int part = 0; part < parts; part++) {
+            const float its = __shfl_sync(WARP, part < WARP_SIZE ? weight[0] : weight[1], part % WARP_SIZE);
+            const float* const from = sums_of_part(call, at, part, i) + column;
+            Four more = {};
+            if (DV % MERGED == 0) {
+                if (exists && column < DV)
+                    more = *reinterpret_cast<const Four*>(from);
+            } else {
 #pragma unroll
                 for (int n = 0; n < MERGED; n++)
-                    if (column + n < DV)
-                        O.x[n] += weight * from[column + n];
+                    more.x[n] = exists && column + n < DV ? from[n] : 0.0f;
             }
+#pragma unroll
+            for (int n = 0; n < MERGED; n++)
+                O.x[n] += its * more.x[n];
         }
         finish_four(call, at, i, column, O, m, l, column == 0);
     }
