@@ -245,6 +245,7 @@ def mma_takes(problem: Problem, direction: str) -> bool:
         problem.algorithm == "fa2"
         and problem.dtype in ("float16", "bfloat16")
         and problem.d == problem.dv <= MMA_MOST
+        and not problem.page
         and max(problem.Tq, problem.Tk) < MMA_LONGEST
         and MMA_SCALES[0] < problem.scale < MMA_SCALES[1]
         and all(option is None for option in options)

@@ -36,6 +36,7 @@ COMMON = [
     ("fa1_forward", "sm_90a", "float16", 64, {}),
     ("fa1_backward", "sm_90a", "bfloat16", 64, {}),
     ("fa2_forward", "sm_90a", "float32", 128, dict(causal=True)),
+    *(("fa2_forward", "sm_90a", dtype, 64, dict(page=16)) for dtype in ("float16", "float32")),
     ("fa2_backward", "sm_90a", "float32", 128, {}),
 ]
 MMA = [
@@ -85,8 +86,8 @@ def shown(row):
 
 @pytest.mark.parametrize("row", COMMON, ids=shown)
 def test_common_kernels_stay_in_registers(row):
-    registers, stack, spilled, found, _ = compiled(*row)
-    assert registers <= 255 and max(stack, spilled) <= SPILLED.get(row[:2], 0)
+    registers, stack, spilled, found, tiles = compiled(*row)
+    assert tiles.family == "simt" and registers <= 255 and max(stack, spilled) <= SPILLED.get(row[:2], 0)
     if found:
         assert stack or not found["LDL"] and not found["STL"]
         product = PRODUCT["float64" if row[2] == "float64" else "float32"]

@@ -14,12 +14,15 @@ import pytest
 if os.environ.get("NUMBA_ENABLE_CUDASIM") != "1":
     pytest.skip("kernels are simulated with NUMBA_ENABLE_CUDASIM=1 only", allow_module_level=True)
 
+import emulator
 import simulator
 from hypothesis import HealthCheck, given, settings
 from strategies import DTYPES, problems, varlen_problems
 from test_cupy_raw_emulated import check as check_emulated
 from test_forward import AWKWARD, awkward, make
+from tolerances import assert_close, reference
 
+import rawflash as rf
 from rawflash import hardware, problem, tiling
 from rawflash.backends.numba_cuda import gradient, scores, softmax, tile
 
@@ -106,6 +109,46 @@ def test_keys_in_parts(dtype, monkeypatch):
     reference = case.reference()
     share_out(monkeypatch)
     check(case, reference, backward=False)
+
+
+def in_blocks(rows, table, lengths, page, count):
+    """A cache of ``count`` blocks on the device; NaN where no key is, and in the memory on either side of it."""
+    cache = np.full((count + 2, rows.shape[1], page, rows.shape[3]), np.nan, rows.dtype)
+    for b, length in enumerate(lengths):
+        for j in range(length):
+            cache[1 + table[b, j // page], :, j % page] = rows[b, :, j]
+    return emulator.to_device(cache)[1:-1]
+
+
+@pytest.mark.parametrize("dtype, page, Tq, T, options, on_device, parts", [
+    ("float32", 1, 1, 9, {}, False, False),
+    ("float32", 3, 2, 20, dict(causal=True), True, True),
+    ("float64", 3, 16, 20, {}, True, False),
+    ("float16", 16, 2, 20, dict(window=(7, 0), softcap=5.0), True, False),
+    ("float16", 3, 1, 20, {}, False, True),
+])  # fmt: skip
+def test_decode_of_paged_caches(dtype, page, Tq, T, options, on_device, parts, monkeypatch):
+    """A table on the device may name blocks that do not exist, on both sides of the cache: their keys are hidden."""
+    lengths = np.array([0, 7, T], np.int32)
+    case = make(B=3, Hq=2, Tq=Tq, Tk=T, d=5, dv=8, dtype=dtype)
+    of_each = -(-T // page)
+    table = np.random.default_rng(0).permutation(3 * of_each).reshape(3, of_each)
+    k, v = (in_blocks(rows, table, lengths, page, 3 * of_each) for rows in (case.k, case.v))
+    table[np.arange(of_each) * page >= lengths[:, None]] = -7  # never looked up
+    exists = np.ones((3, 1, 1, T), bool)
+    if on_device:
+        for b, block, entry in ((1, 0, 3 * of_each), (2, T // page // 2, -1)):
+            table[b, block] = entry
+            exists[b, ..., block * page : (block + 1) * page] = False
+    expected = reference(case.q, case.k, case.v, mask=exists, kv_lengths=lengths, **options)
+    if on_device:
+        table, lengths = emulator.to_device(table.astype(np.int32)), emulator.to_device(lengths)
+    if parts:
+        share_out(monkeypatch)
+    q = emulator.to_device(case.q)
+    out, lse = rf.attention_decode(q, k, v, lengths, table, return_lse=True, backend="numba_cuda", **options)
+    assert_close("out", np.asarray(out), expected)
+    assert_close("lse", np.asarray(lse), expected)
 
 
 BROKEN = {

@@ -26,6 +26,7 @@ WORDS = tuple(n for n in range(len(NAMES)) if not 0 <= n - FIRST_MASK_WORD < MAS
 # offset: position of query row 0 on the key axis.
 Sequence = namedtuple("Sequence", "b slot q_start k_start q_length kv_length offset")
 Head = namedtuple("Head", "b slot q_start k_start q_length kv_length offset h h_kv scale slope")
+Place = namedtuple("Place", "slot t exists")
 
 
 @cache  # one class for Numba, which compiles device functions for each
@@ -105,6 +106,22 @@ def head(c: Any) -> Any:
                     h, h // (call.Hq // call.Hkv), scale, slope)  # fmt: skip
 
     return head
+
+
+def place_of(c: Any) -> Any:
+    """``place_of(call, s, j)``: where key j of a sequence lies in a paged cache: PAGE keys a block, the table names it.
+
+    A block outside the cache is not looked at, and ``exists`` is False: such a key is hidden.
+    """
+    page = c.PAGE
+
+    @device
+    def place_of(call: Any, s: Any, j: int) -> Any:
+        block = entry(call.block_table_data, call.block_table_bytes, s.b * call.table_row + j // page, 0)
+        exists = 0 <= block and block < call.cache_blocks
+        return Place(block if exists else 0, j % page, exists)
+
+    return place_of
 
 
 def row_of(c: Any, name: str) -> Any:

@@ -18,7 +18,7 @@ from numba import cuda, int64
 
 from rawflash.backends.cupy_raw.fa2_forward import fa2_forward  # the launcher, which is the same
 from rawflash.backends.numba_cuda import simt, tile
-from rawflash.backends.numba_cuda.call import clamp, head, least, row_of, sequence, sums_of
+from rawflash.backends.numba_cuda.call import clamp, head, least, place_of, row_of, sequence, sums_of
 from rawflash.backends.numba_cuda.memory import device
 from rawflash.backends.numba_cuda.numbers import INFINITE, LOAD, STORE, exponential, larger
 from rawflash.backends.numba_cuda.padding import clear_results
@@ -81,6 +81,32 @@ def places_of_part(c: Any) -> tuple[Any, Any, Any]:
     return sums_of_part, m_of_part, l_of_part
 
 
+def load_keys(c: Any, name: str, columns: int, pitch: int, to: int) -> Any:
+    """``load_keys(on_chip, call, at, keys, stride, j0)``: the rows of K or V from key j0 on.
+
+    Not paged, key 0 is at ``keys`` and the others follow.
+    """
+    row, place_of_key, load_tile = row_of(c, name), place_of(c), tile.load_tile(c, c.BC, columns, pitch, to)
+
+    @device
+    def row_of_key(call: Any, at: Any, j: int) -> Any:
+        slot, t, exists = int64(0), int64(0), False
+        if j < at.kv_length:  # the table has no more
+            slot, t, exists = place_of_key(call, at, j)
+        return row(call, slot, at.h_kv, t), exists
+
+    load_rows, paged = tile.load_rows(c, c.BC, columns, pitch, to, row_of_key), c.PAGE
+
+    @device
+    def load_keys(on_chip: Any, call: Any, at: Any, keys: int, stride: int, j0: int) -> None:
+        if paged:
+            load_rows(on_chip, call, at, j0)
+        else:
+            load_tile(on_chip, keys + j0 * stride, stride, at.kv_length - j0)
+
+    return load_keys
+
+
 def forward(c: Any) -> Any:
     real, packed = c.real, c.PACKED
     BR, BC, D, DV, R, C, CV, SIDE = c.BR, c.BC, c.D, c.DV, c.R, c.C, c.CV, c.SIDE
@@ -96,8 +122,7 @@ def forward(c: Any) -> Any:
     thread_x, thread_y = tile.threads(c)
     clear_tiles, fill_o, fill_s = tile.clear_tiles(c), tile.fill(R, CV), tile.fill(R, C)
     load_q = tile.load_tile(c, BR, D, c.PITCH_D, 0)
-    load_k = tile.load_tile(c, BC, D, c.PITCH_D, K_AT)
-    load_v = tile.load_tile(c, BC, DV, c.PITCH_V, V_AT)
+    load_k, load_v = load_keys(c, "k", D, c.PITCH_D, K_AT), load_keys(c, "v", DV, c.PITCH_V, V_AT)
     add_scores = simt.product_nt(c, c.DEPTH_D, 0, c.PITCH_D, K_AT, c.PITCH_D)
     add_output = simt.product_nn(c, BC, DV, P_AT, c.PITCH_S, V_AT, c.PITCH_V)
     put_p, _ = tile.score_tile(c, P_AT)
@@ -149,13 +174,13 @@ def forward(c: Any) -> Any:
         if kind != EMPTY:
             clear_tiles(on_chip)
             load_q(on_chip, q_row(call, s.slot, at.h, s.q_start + i0), call.q_row * size, s.q_length - i0)
-            load_k(on_chip, keys + j0 * k_stride, k_stride, s.kv_length - j0)
+            load_k(on_chip, call, at, keys, k_stride, j0)
             commit_copies()
         while kind != EMPTY:
             following = next_keys(call, s, at.h, i0, j0 + BC, j_high)
             await_copies()
             cuda.syncthreads()  # Q_i and K_j are there, and no thread reads V of the step before
-            load_v(on_chip, values + j0 * v_stride, v_stride, s.kv_length - j0)
+            load_v(on_chip, call, at, values, v_stride, j0)
             commit_copies()
 
             # S = Q K^T
@@ -171,7 +196,7 @@ def forward(c: Any) -> Any:
             await_copies()
             cuda.syncthreads()  # V_j and P are there, and no thread reads K_j any more
             if following.kind != EMPTY:
-                load_k(on_chip, keys + following.start * k_stride, k_stride, s.kv_length - following.start)
+                load_k(on_chip, call, at, keys, k_stride, following.start)
             commit_copies()
 
             # O = alpha O + P V

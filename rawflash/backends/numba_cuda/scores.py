@@ -12,7 +12,7 @@ from typing import Any
 
 from numba import int64
 
-from rawflash.backends.numba_cuda.call import clamp, least
+from rawflash.backends.numba_cuda.call import clamp, least, place_of
 from rawflash.backends.numba_cuda.intrinsics import as_double, get, put
 from rawflash.backends.numba_cuda.memory import device
 from rawflash.backends.numba_cuda.numbers import INFINITE, LOAD
@@ -28,7 +28,7 @@ class Scores:
 
     def __init__(self, c: Any) -> None:
         self.plain = not (c.SOFTCAP or c.BIAS or c.ALIBI)
-        self.in_registers = self.plain and not c.HAS_MASK
+        self.in_registers = self.plain and not (c.HAS_MASK or c.PAGE)
         functions: tuple[Any, Any] = make_mask(c.mask, c.FIRST_MASK) if c.HAS_MASK else (None, None)
         self.mask_visible, self.mask_tile = functions
         self.tile_kind = tile_kind(c, self)
@@ -40,7 +40,7 @@ class Scores:
 
 def tile_kind(c: Any, of: Scores) -> Any:
     """Class of rows [i0, i0 + BR) and keys [j0, j0 + BC); one that reaches into padding is at most PARTIAL."""
-    BR, BC, banded, masked, mask_tile = c.BR, c.BC, c.BAND, c.HAS_MASK, of.mask_tile
+    BR, BC, banded, paged, masked, mask_tile = c.BR, c.BC, c.BAND, c.PAGE, c.HAS_MASK, of.mask_tile
 
     @device
     def tile_kind(call: Any, at: Any, h: int, i0: int, j0: int) -> int:
@@ -49,6 +49,8 @@ def tile_kind(c: Any, of: Scores) -> Any:
         kind = FULL if i1 - i0 == BR and j1 - j0 == BC else PARTIAL
         if banded:
             kind = least(kind, band_tile(call.band_lower, call.band_upper, i0, i1, j0, j1, at.offset))
+        if paged:  # some of its blocks may be outside the cache
+            kind = least(kind, PARTIAL)
         if masked:
             if kind != EMPTY:
                 kind = least(kind, mask_tile(call, at.b, h, i0, i1, j0, j1, at.offset))
@@ -124,11 +126,14 @@ def row_range(c: Any) -> Any:
 
 
 def visible(c: Any, of: Scores) -> Any:
-    banded, masked, mask_visible = c.BAND, c.HAS_MASK, of.mask_visible
+    banded, paged, masked, mask_visible = c.BAND, c.PAGE, c.HAS_MASK, of.mask_visible
+    place = place_of(c)
 
     @device
     def visible(call: Any, at: Any, i: int, j: int) -> bool:
         seen = i < at.q_length and j < at.kv_length
+        if paged:
+            seen = seen and place(call, at, j).exists
         if banded:
             seen = seen and band_visible(call.band_lower, call.band_upper, i, j, at.offset)
         if masked:

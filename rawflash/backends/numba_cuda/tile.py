@@ -99,6 +99,33 @@ def load_tile(c: Any, rows: int, columns: int, pitch: int, to: int) -> Any:
     return load_tile if all_threads % chunks else load_columns
 
 
+def load_rows(c: Any, rows: int, columns: int, pitch: int, to: int, row: Any) -> Any:
+    """``load_rows(on_chip, call, at, start)``: tile[r] = the row at the address row(call, at, start + r), r < rows.
+
+    ``row`` also says whether that exists; zeros where it does not. Columns past ``columns`` are left alone.
+    """
+    chunk, size, all_threads, asynchronous = c.CHUNK, c.ELEM_BYTES, c.THREADS, c.ASYNCHRONOUS
+    chunks = columns // chunk
+    total = rows * chunks
+    load = LOAD[c.TYPE]
+    copy: Any = copier(chunk, size) if asynchronous else None
+
+    @device
+    def load_rows(on_chip: Any, call: Any, at: Any, start: int) -> None:
+        for n in range(cuda.threadIdx.x, total, all_threads):
+            r = n // chunks
+            x = n % chunks * chunk
+            address, exists = row(call, at, start + r)
+            place = to + r * pitch + x
+            if asynchronous:
+                copy(on_chip, place, address + x * size if exists else address, exists)
+            else:
+                for e in range(chunk):
+                    put(on_chip, place + e, load(address + (x + e) * size) if exists else 0.0)
+
+    return load_rows
+
+
 def copies(c: Any) -> tuple[Any, Any]:
     """``commit_copies()`` and ``await_copies()``: nothing where no copy goes on by itself."""
     if c.ASYNCHRONOUS:
