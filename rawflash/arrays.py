@@ -131,6 +131,16 @@ def is_plain(array: np.ndarray) -> bool:
     return not array.size or (array.flags.aligned and not any(s % array.itemsize for s in array.strides))
 
 
+def has_own_memory(array: np.ndarray) -> bool:
+    """Is no byte that of two elements? Axes so interleaved that their strides do not tell count as overlapping."""
+    reach = array.itemsize  # bytes that the axes of smaller strides span
+    for stride, n in sorted((abs(stride), n) for stride, n in zip(array.strides, array.shape, strict=True) if n > 1):
+        if stride < reach:
+            return array.size == 0
+        reach += (n - 1) * stride
+    return True
+
+
 def can_merge(array: np.ndarray, axes: int) -> bool:
     """Can the first ``axes`` axes be seen as one, without a copy?"""
     if array.size == 0:
