@@ -374,7 +374,8 @@ def decode(B, Hq, Hkv, T, d, dtype="bfloat16"):
         with torch.nn.attention.sdpa_kernel(backend):
             return functional(q, k, v, enable_gqa=Hq != Hkv)
 
-    calls |= {"cuDNN": lambda: theirs(backends.CUDNN_ATTENTION), "FlashAttention-2": lambda: theirs(backends.FLASH_ATTENTION)}
+    calls["cuDNN"] = lambda: theirs(backends.CUDNN_ATTENTION)
+    calls["FlashAttention-2"] = lambda: theirs(backends.FLASH_ATTENTION)
     for name, call in calls.items():
         if name != "cuDNN":
             compare(call(), calls["cuDNN"]())

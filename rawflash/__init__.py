@@ -7,6 +7,7 @@ call needs it.
 from rawflash import masks, oracle
 from rawflash._version import __version__
 from rawflash.api import (
+    append_kv,
     attention,
     attention_backward,
     attention_decode,
@@ -27,6 +28,7 @@ __all__ = [
     "RawflashError",
     "TileError",
     "__version__",
+    "append_kv",
     "attention",
     "attention_backward",
     "attention_decode",

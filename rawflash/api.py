@@ -14,7 +14,17 @@ import numpy as np
 from rawflash import arrays, philox
 from rawflash.backends import lookup
 from rawflash.errors import ProblemError
-from rawflash.problem import FORWARD_ONLY, Operands, Options, Problem, check, check_dropout, check_parts, known
+from rawflash.problem import (
+    FORWARD_ONLY,
+    Operands,
+    Options,
+    Problem,
+    check,
+    check_append,
+    check_dropout,
+    check_parts,
+    known,
+)
 from rawflash.tiling import Tiles, plan_tiles
 
 
@@ -215,7 +225,7 @@ def attention_varlen_backward(
     return _backward(problem, x)
 
 
-def attention_decode(
+def attention_decode(  # type: ignore[misc]  # kv_lengths is no option of this one
     q: Any, k_cache: Any, v_cache: Any, kv_lengths: Any, block_table: Any = None, **options: Unpack[Options]
 ) -> Any:
     """Attention of a few new queries over a cache of keys and values.
@@ -271,6 +281,70 @@ def attention_decode(
         q, k_cache, v_cache, decode=True, kv_lengths=kv_lengths, block_table=block_table, **known(options)
     )
     return _forward(problem, x)
+
+
+def append_kv(
+    k_cache: Any, v_cache: Any, k_new: Any, v_new: Any, kv_lengths: Any, block_table: Any = None, layout: str = "bhtd"
+) -> None:
+    """Write new keys and values behind those that a cache holds, in place.
+
+    Parameters
+    ----------
+    k_cache : array (B, Hkv, Tmax, d)
+        Or ``(B, Tmax, Hkv, d)`` with ``layout="bthd"``. With ``block_table`` the cache is paged:
+        ``(num_blocks, Hkv, block, d)``, or ``(num_blocks, block, Hkv, d)``. float16, bfloat16, float32 or float64,
+        writable, of any strides. Not a JAX array.
+    v_cache : array (B, Hkv, Tmax, dv)
+        Likewise; of the kind and dtype of ``k_cache``.
+    k_new : array (B, Hkv, Tn, d)
+        The keys to add, ``(B, Tn, Hkv, d)`` with ``layout="bthd"``; dtype of ``k_cache``.
+    v_new : array (B, Hkv, Tn, dv)
+        Their values.
+    kv_lengths : int array (B,)
+        How many keys of each sequence are in the cache already: those of ``b`` become its keys ``kv_lengths[b]`` to
+        ``kv_lengths[b] + Tn - 1``. It is not modified.
+    block_table : int array (B, max_blocks), optional
+        As in :func:`attention_decode`; entries of blocks that no new key goes to are never looked up.
+    layout : {"bhtd", "bthd"}
+        Order of the axes of caches and new arrays.
+
+    Raises
+    ------
+    ProblemError
+        The call is wrong, and nothing is written: also if a sequence has no room for the new keys, if an entry of
+        ``block_table`` that is needed names no block, or if it leads two new keys to one row.
+    BackendError
+        The arrays are on a GPU, and CuPy is not installed.
+
+    See Also
+    --------
+    attention_decode : attention over the cache.
+
+    Notes
+    -----
+    Where ``kv_lengths`` or ``block_table`` is on a GPU nobody looks at its values before. Keys that would then go
+    outside of their sequence or to a block that does not exist are not written, and nothing else is; of keys that
+    go to the same row one is written. Nothing waits for the GPU, and a CUDA graph may hold the call.
+
+    Examples
+    --------
+    >>> import numpy as np, rawflash as rf
+    >>> k_cache, v_cache = np.zeros((2, 1, 1, 4, 1))
+    >>> rf.append_kv(k_cache, v_cache, np.ones((1, 1, 2, 1)), np.full((1, 1, 2, 1), 5.0), kv_lengths=[1])
+    >>> k_cache.ravel(), v_cache.ravel()
+    (array([0., 1., 1., 0.]), array([0., 5., 5., 0.]))
+    """
+    source, x = check_append(k_cache, v_cache, k_new, v_new, kv_lengths, block_table, layout)
+    if source.device is None:
+        assert x.home is not None
+        block, row = x.home
+        x.k_cache[block, :, row] = x.k_new.swapaxes(1, 2)
+        x.v_cache[block, :, row] = x.v_new.swapaxes(1, 2)
+        return
+    from rawflash.backends.cupy_raw.append_kv import append_kv as launch
+
+    with arrays.on(source):
+        launch(source, x)
 
 
 def dropout_mask(p: float, seed: int, shape: tuple[int, int, int, int], like: Any = None) -> Any:

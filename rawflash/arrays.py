@@ -131,6 +131,16 @@ def is_plain(array: np.ndarray) -> bool:
     return not array.size or (array.flags.aligned and not any(s % array.itemsize for s in array.strides))
 
 
+def has_own_memory(array: np.ndarray) -> bool:
+    """Is no byte that of two elements? Axes so interleaved that their strides do not tell count as overlapping."""
+    reach = array.itemsize  # bytes that the axes of smaller strides span
+    for stride, n in sorted((abs(stride), n) for stride, n in zip(array.strides, array.shape, strict=True) if n > 1):
+        if stride < reach:
+            return array.size == 0
+        reach += (n - 1) * stride
+    return True
+
+
 def can_merge(array: np.ndarray, axes: int) -> bool:
     """Can the first ``axes`` axes be seen as one, without a copy?"""
     if array.size == 0:
@@ -200,6 +210,8 @@ class Source:
     ----------
     kind : str
         Library that the results belong to.
+    array_type : type or None
+        The type of CuPy's arrays, if it is that library: :func:`read_cupy` is then all that is to do for each.
     addresses : dict of int
         Of each argument that is a device array, or of the copy that stands for it.
     signatures : dict of Signature
@@ -231,6 +243,7 @@ class Source:
 
     def __init__(self, q: Any) -> None:
         self.kind = result_kind(q)
+        self.array_type = type(q) if kind_of(q) == "cupy" else None
         self.addresses: dict[str, int] = {}
         self.signatures: dict[str, Signature] = {}
 

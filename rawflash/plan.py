@@ -106,8 +106,8 @@ class Plan:
             return "no argument"
         return (
             ", ".join(self.copied)
-            + ": a paged cache is gathered, the last axis is not contiguous, the axes cannot be viewed as asked, elements are misaligned, or "
-            "out shares memory with what is read"
+            + ": a paged cache is gathered, the last axis is not contiguous, the axes cannot be viewed as asked, "
+            "elements are misaligned, or out shares memory with what is read"
         )
 
 

@@ -106,8 +106,10 @@ class Options(TypedDict, total=False):
 
 _NAMES = frozenset(Options.__annotations__)
 FORWARD_ONLY = ("out", "return_lse")
-# Arguments that lie where q does, and those that may also be host arrays or lists beside arrays on a GPU.
-_DEVICE = ("q", "k", "v", "dout", "o", "lse", "dlse", "out", "mask", "bias", "sinks")
+# Arguments that lie where q does (k_cache, of append_kv), and those that may also be host arrays or lists beside
+# arrays on a GPU.
+_DEVICE = ("q", "k", "v", "k_cache", "v_cache", "k_new", "v_new",
+           "dout", "o", "lse", "dlse", "out", "mask", "bias", "sinks")  # fmt: skip
 _HOST_TOO = ("alibi_slopes", "q_lengths", "kv_lengths", "q_offset", "cu_seqlens_q", "cu_seqlens_k", "block_table")
 _NOT_VARLEN = ("mask", "bias", "q_lengths", "kv_lengths")
 _NOT_DECODE = ("mask", "bias", "q_lengths", "dropout", "seed")
@@ -235,6 +237,25 @@ class Operands:
         return array[0 if self.packed else b, h, start : start + length]
 
 
+@dataclass(eq=False)
+class Append:
+    """The arrays of one call of ``append_kv``: views with the head axis before the rows, of metadata on a GPU.
+
+    ``k_cache (blocks, Hkv, page, d)``, ``v_cache (blocks, Hkv, page, dv)``: a contiguous cache has one block a
+    sequence. ``k_new (B, Hkv, Tn, d)``, ``v_new (B, Hkv, Tn, dv)``.
+    """
+
+    k_cache: np.ndarray
+    v_cache: np.ndarray
+    k_new: np.ndarray
+    v_new: np.ndarray
+    kv_lengths: np.ndarray  # (B,)
+    block_table: np.ndarray | None = None  # (B, max_blocks)
+    home: tuple[np.ndarray, np.ndarray] | None = None  # block and row (B, Tn) of each new key; None: only the GPU knows
+    device: int | None = None
+    memo: dict[str, Any] = field(default_factory=dict)  # as in Operands
+
+
 def _fail(name: str, value: object, rule: str) -> ProblemError:
     return ProblemError(f"{name} is {value!r}; expected {rule}")
 
@@ -346,14 +367,14 @@ def _cu_seqlens(source: arrays.Source, name: str, value: Any, total: int, of: st
     return offsets[:-1], np.diff(offsets)
 
 
-def _block_table(source: arrays.Source, value: Any, batch: int, page: int) -> np.ndarray:
+def _block_table(source: arrays.Source, value: Any, batch: int, page: int, like: str = "q") -> np.ndarray:
     """The block table (B, max_blocks) of a paged cache whose blocks have ``page`` rows."""
     if page < 1:
         raise ProblemError("k_cache has blocks of 0 rows; expected at least 1 with block_table")
     array = _host_array("block_table", value, f"integers of shape (B, max_blocks) = ({batch}, *)")
     if array.dtype.kind not in "iu":
         raise ProblemError(f"block_table has dtype {array.dtype}; expected integers")
-    _expect("block_table", array.shape, (batch, None), "to match q")
+    _expect("block_table", array.shape, (batch, None), f"to match {like}")
     if _on_device(source, "block_table", array, array.shape):
         return source.views["block_table"]
     return np.ascontiguousarray(array, dtype=np.int64)
@@ -426,6 +447,11 @@ class _Canonical:
         return arrays.heads_first(array, self.layout)
 
 
+def _called(name: str, decode: Any) -> str:
+    """The name that the caller knows an argument by."""
+    return f"{name}_cache" if decode and name in ("k", "v") else name
+
+
 def _numpy_float(name: str, value: Any) -> np.ndarray:
     return _float(name, arrays.as_numpy(name, value))
 
@@ -436,7 +462,8 @@ def _float(name: str, array: Any) -> Any:
     return array
 
 
-def _check_same_device(named: Mapping[str, Any], gpu: bool) -> None:
+def _check_same_device(named: Mapping[str, Any], gpu: bool, first: str = "q") -> None:
+    """Check that all arrays are where the ``first`` is: on the GPU or not."""
     for name in (*_DEVICE, *_HOST_TOO):
         value = named.get(name)
         if value is None or isinstance(value, (int, float, list, tuple, masks.Mask)):
@@ -444,7 +471,9 @@ def _check_same_device(named: Mapping[str, Any], gpu: bool) -> None:
         there = arrays.on_gpu(value)
         if there != gpu and (there or name in _DEVICE):
             here, other = ("GPU", "CPU") if gpu else ("CPU", "GPU")
-            raise ProblemError(f"{name} is a {other} array and q a {here} array; expected all arrays on one device")
+            raise ProblemError(
+                f"{name} is a {other} array and {first} a {here} array; expected all arrays on one device"
+            )
 
 
 def known(options: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -537,7 +566,7 @@ def _check(
             raise ProblemError(f"{name} is not accepted with cu_seqlens; expected None")
         if decode and name in _NOT_DECODE and options[name]:
             raise ProblemError(f"{name} is not an option of attention_decode; expected it in a call of attention")
-    k_name, v_name = ("k_cache", "v_cache") if decode else ("k", "v")
+    k_name, v_name = (_called(name, decode) for name in ("k", "v"))
 
     def option(name: str, default: Any = None) -> Any:
         return options.get(name, default)
@@ -568,8 +597,8 @@ def _check(
 
     # q, k, v: one device, one dtype, matching shapes.
     if source.device is None:
-        _check_same_device(options | dict(
-            k=k, v=v, dout=dout, o=o, lse=lse, dlse=dlse, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k,
+        _check_same_device(options | {k_name: k, v_name: v} | dict(
+            dout=dout, o=o, lse=lse, dlse=dlse, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k,
             block_table=block_table,
         ), gpu=False)  # fmt: skip
     gpu = source.device is not None
@@ -604,7 +633,8 @@ def _check(
     # All blocks of a paged cache lie where else the sequences do.
     of_keys = form if block_table is None else _Canonical(source, layout, dims, k_user.shape[:1])
     _expect(k_name, k_user.shape, of_keys.user_shape(None, None, q_user.shape[-1]), "to match q")
-    _expect(v_name, v_user.shape, of_keys.user_shape(None, None, None), "to match q" if block_table is None else f"to match {k_name}")
+    _expect(v_name, v_user.shape, of_keys.user_shape(None, None, None),
+            "to match q" if block_table is None else f"to match {k_name}")  # fmt: skip
     q4, k4, v4 = form.take("q", q_user), of_keys.take("k", k_user), of_keys.take("v", v_user)
     (slots, heads_q, rows_q, d), (blocks, heads_kv, rows_k, _), dv = q4.shape, k4.shape, v4.shape[-1]
     if d < 1 or dv < 1:
@@ -701,7 +731,8 @@ def _check(
 
 # ---- calls on a GPU ------------------------------------------------------------------------------------
 
-_MEMO: dict[tuple[Any, ...], tuple[Problem, type[Operands]]] = {}
+# By what a call is: a problem and a template of operands, or what an append_kv does.
+_MEMO: dict[tuple[Any, ...], Any] = {}
 _MEMO_LOCK = threading.Lock()
 MEMO_ENTRIES = 1024
 MEMO_BYTES = 1 << 16  # of one host array in a key
@@ -716,38 +747,23 @@ def _check_on_gpu(given: dict[str, Any]) -> tuple[Problem, Operands]:
     operands and one ``memo``. The key is what the check reads: of a device array its signature, of
     anything on the host type and content. A call with something else, or with a copy, is not kept.
     """
-    q = given["q"]
-    source = arrays.Source(q)
-    addresses, of_cupy = source.addresses, type(q) if arrays.kind_of(q) == "cupy" else None
-    parts: list[Any] = []
-    known_content = True
-    seed = 0  # not in the key, it may change at every step of a training
-    for name, value in given.items():
-        cls = type(value)
-        if cls is of_cupy:
-            addresses[name], content = arrays.read_cupy(value)
-            parts += name, content
-        elif name == "seed":
-            seed = _seed(value)
-        elif cls in _PLAIN:
-            parts += name, cls, value
-        else:
-            content = _content(value) if cls is tuple or cls is list else source.read(name, value) or _content(value)
-            if content is None:
-                known_content = False
-            parts += name, content
-    key = tuple(parts) if known_content else None
+    source = arrays.Source(given["q"])
+    key = _key(source, given)
+    seed = _seed(given.get("seed", 0))
     found = None if key is None else _MEMO.get(key)
     if found is None:
         problem, x = _check_new_on_gpu(source, given, frozen=key is not None)
         if key is not None and not x.copied:
-            _remember(key, problem, x)
+            shared = {name: value for name, value in vars(x).items() if name not in _PER_CALL}
+            # What is the same for all of these calls is a class: an instance then holds what is its own, and is made
+            # at once.
+            _remember(key, (problem, type("Operands", (Operands,), shared)))
     else:
         problem, template = found
         if problem.seed != seed:
             problem = replace(problem, seed=seed)
         x = template.__new__(template)
-        x.addresses = addresses
+        x.addresses = source.addresses
         x.out, x.keep, x.borrowed, x.waits = given.get("out"), source.keep, source.borrowed, source.waits
     if x.target is not None and arrays.overlaps_input(x):
         x.target, x.memo, x.out_overlaps = None, {}, True
@@ -756,14 +772,51 @@ def _check_on_gpu(given: dict[str, Any]) -> tuple[Problem, Operands]:
 
 def _check_new_on_gpu(source: arrays.Source, given: dict[str, Any], frozen: bool) -> tuple[Problem, Operands]:
     """Check a call with device arrays; ``frozen``: what it holds of the host's must never change."""
-    _check_same_device(given, gpu=True)
-    for name in source.addresses.keys() - source.signatures.keys():
+    problem, x = _check(source, **_metadata(source, given, "q", frozen))
+    x.out = given.get("out")
+    return problem, x
+
+
+def _key(source: arrays.Source, given: Mapping[str, Any]) -> tuple[Any, ...] | None:
+    """All that a check reads of the arguments but ``seed``, which may change at every step of a training.
+
+    None: there is more to know of one. Notes the device arrays in ``source``.
+    """
+    addresses, of_cupy = source.addresses, source.array_type
+    parts: list[Any] = []
+    known_content = True
+    for name, value in given.items():
+        cls = type(value)
+        if cls is of_cupy:
+            addresses[name], content = arrays.read_cupy(value)
+            parts += name, content
+        elif name == "seed":
+            continue
+        elif cls in _PLAIN:
+            parts += name, cls, value
+        else:
+            content = _content(value) if cls is tuple or cls is list else source.read(name, value) or _content(value)
+            if content is None:
+                known_content = False
+            parts += name, content
+    return tuple(parts) if known_content else None
+
+
+def _metadata(source: arrays.Source, given: dict[str, Any], first: str, frozen: bool) -> dict[str, Any]:
+    """The arguments with metadata for device arrays, which must be where the ``first`` is.
+
+    ``frozen``: with copies of the arrays on the host.
+    """
+    decode = given.get("decode")
+    _check_same_device({_called(name, decode): value for name, value in given.items()}, gpu=True, first=first)
+    for name in [name for name in source.addresses if name not in source.signatures]:
         source.read(name, given[name])
-    source.device, source.originals = source.signatures["q"][4], given
+    source.device, source.originals = source.signatures[first][4], given
     for name, (*_, device, _, _) in source.signatures.items():
         if device != source.device:
             raise ProblemError(
-                f"{name} is on GPU {device} and q on GPU {source.device}; expected all arrays on one device"
+                f"{_called(name, decode)} is on GPU {device} and {first} on GPU {source.device}; "
+                "expected all arrays on one device"
             )
     metadata = dict(given)
     for name in (*_DEVICE, *_HOST_TOO):
@@ -771,9 +824,7 @@ def _check_new_on_gpu(source: arrays.Source, given: dict[str, Any], frozen: bool
             metadata[name] = source.view(name)
         elif frozen and isinstance(given.get(name), (np.ndarray, masks.Mask)):
             metadata[name] = copy.deepcopy(given[name])
-    problem, x = _check(source, **metadata)
-    x.out = given.get("out")
-    return problem, x
+    return metadata
 
 
 def _content(value: Any) -> Any:
@@ -797,14 +848,11 @@ def _content(value: Any) -> Any:
     return None
 
 
-def _remember(key: tuple[Any, ...], problem: Problem, x: Operands) -> None:
-    shared = {name: value for name, value in vars(x).items() if name not in _PER_CALL}
-    # What is the same for all of these calls is a class: an instance then holds what is its own, and is made at once.
-    template = type("Operands", (Operands,), shared)
+def _remember(key: tuple[Any, ...], found: Any) -> None:
     with _MEMO_LOCK:
         while len(_MEMO) >= MEMO_ENTRIES:
             del _MEMO[next(iter(_MEMO))]
-        _MEMO[key] = problem, template
+        _MEMO[key] = found
 
 
 def _window(window: Any) -> tuple[int | None, int | None] | None:
@@ -1007,3 +1055,119 @@ def check_dropout(p: Any, seed: Any, shape: Any) -> tuple[float, int, tuple[int,
     if math.prod(sizes) >= FARTHEST:
         raise _fail("shape", shape, "fewer than 2**61 elements")
     return _probability("p", p), _seed(seed), (sizes[0], sizes[1], sizes[2], sizes[3])
+
+
+def check_append(
+    k_cache: Any, v_cache: Any, k_new: Any, v_new: Any, kv_lengths: Any, block_table: Any, layout: Any
+) -> tuple[arrays.Source, Append]:
+    """Check the arguments of ``append_kv``.
+
+    Returns where they lie and what is to be written where. On a GPU calls that differ in addresses only share that.
+    """
+    source = arrays.Source(k_cache)
+    given = dict(
+        k_cache=k_cache, v_cache=v_cache, k_new=k_new, v_new=v_new, kv_lengths=kv_lengths, block_table=block_table,
+        layout=layout,
+    )  # fmt: skip
+    if not arrays.on_gpu(k_cache):
+        _check_same_device(given, gpu=False, first="k_cache")
+        return source, _check_append(source, **given)
+    key = _key(source, given)
+    x = None if key is None else _MEMO.get(key)
+    if x is None:
+        x = _check_append(source, **_metadata(source, given, "k_cache", frozen=key is not None))
+        if key is not None and not source.copied:
+            _remember(key, x)
+    source.device = x.device
+    return source, x
+
+
+def _check_append(source: arrays.Source, *, layout: Any, kv_lengths: Any, block_table: Any, **matrices: Any) -> Append:
+    """:func:`check_append` with the device arrays replaced by their metadata."""
+    _choice("layout", layout, LAYOUTS)
+    given: dict[str, Any] = {}
+    for name, value in matrices.items():
+        array = given[name] = _numpy_float(name, value)
+        if array.dtype.name != given["k_cache"].dtype.name:
+            raise ProblemError(f"{name} has dtype {array.dtype}; expected {given['k_cache'].dtype} to match k_cache")
+    names = "BHTd" if layout == "bhtd" else "BTHd"
+
+    def shape(**sizes: int) -> tuple[int | None, ...]:
+        return tuple(sizes.get(axis) for axis in names)
+
+    def sizes_of(name: str, *axes: str) -> dict[str, int]:
+        return {axis: given[name].shape[names.index(axis)] for axis in axes}
+
+    if given["k_cache"].ndim != 4:
+        raise ProblemError(f"k_cache has shape {given['k_cache'].shape}; expected four axes")
+    _expect("v_cache", given["v_cache"].shape, shape(**sizes_of("k_cache", "B", "H", "T")), "to match k_cache")
+    batch = sizes_of("k_cache", "B") if block_table is None else {}
+    _expect("k_new", given["k_new"].shape, shape(**batch, **sizes_of("k_cache", "H", "d")), "to match k_cache")
+    _expect("v_new", given["v_new"].shape, shape(**sizes_of("k_new", "B", "H", "T"), **sizes_of("v_cache", "d")),
+            "to match k_new and v_cache")  # fmt: skip
+    for name in ("k_cache", "v_cache"):
+        _check_cache(source, name, matrices[name], given[name])
+    if source.device is not None:
+        for name in ("k_new", "v_new"):
+            if not arrays.is_plain(given[name]):
+                given[name] = source.copy(name, given[name])
+    views: dict[str, Any] = {name: arrays.heads_first(array, layout) for name, array in given.items()}
+    x = Append(**views, kv_lengths=kv_lengths)
+    x.device, (blocks, _, page, _), (sequences, _, rows, _) = source.device, x.k_cache.shape, x.k_new.shape
+    capacity = page
+    if block_table is not None:
+        x.block_table = _block_table(source, block_table, sequences, page, "k_new")
+        capacity = page * x.block_table.shape[1]
+    if _on_device(source, "kv_lengths", kv_lengths, (sequences,)):
+        x.kv_lengths = source.views["kv_lengths"]
+        return x
+    x.kv_lengths = lengths = _per_batch("kv_lengths", kv_lengths, sequences)
+    if ((lengths < 0) | (lengths > capacity - rows)).any():
+        raise ProblemError(
+            f"kv_lengths is {lengths.tolist()}; expected entries n with 0 <= n and n + {rows} <= {capacity}: "
+            f"{rows} keys are appended and a sequence has room for {capacity}"
+        )
+    if "block_table" not in source.addresses:
+        x.home = _home(x.block_table, lengths, rows, blocks, page)
+    return x
+
+
+def _check_cache(source: arrays.Source, name: str, value: Any, array: np.ndarray) -> None:
+    """Check that new keys can be written to a cache where it is."""
+    given = source.originals.get(name, value)
+    if arrays.kind_of(given) == "jax":
+        raise ProblemError(f"{name} is a JAX array; expected one that can be written to")
+    if arrays.result_kind(given) != source.kind:
+        raise ProblemError(f"{name} is a {type(given).__name__}; expected the kind of array that k_cache is")
+    if not array.flags.writeable:
+        raise ProblemError(f"{name} is read-only; expected a writable array")
+    if not arrays.has_own_memory(array):
+        raise ProblemError(f"{name} has strides {array.strides}; expected each of its elements to have its own memory")
+    if source.device is not None and not arrays.is_plain(array):
+        raise ProblemError(f"{name} is misaligned or of the other byte order; expected an array that kernels can write")
+
+
+def _home(
+    table: np.ndarray | None, lengths: np.ndarray, rows: int, blocks: int, page: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Block and row (B, Tn) of each new key, each its own."""
+    positions = lengths[:, None] + np.arange(rows)
+    if table is None:
+        return np.broadcast_to(np.arange(len(lengths))[:, None], positions.shape), positions
+    block, row = np.take_along_axis(table, positions // page, axis=1), positions % page
+    wrong = (block < 0) | (block >= blocks)
+    if wrong.any():
+        b, t = (int(index[0]) for index in np.nonzero(wrong))
+        n = int(positions[b, t]) // page
+        raise ProblemError(
+            f"block_table has {int(table[b, n])} at ({b}, {n}), where kv_lengths says that keys are appended; "
+            f"expected a block between 0 and {blocks - 1}"
+        )
+    places, times = np.unique(block * page + row, return_counts=True)
+    if (times > 1).any():
+        block_of_two, row_of_two = divmod(int(places[times > 1][0]), page)
+        raise ProblemError(
+            f"block_table leads to row {row_of_two} of block {block_of_two} more than once; "
+            "expected a row of its own for each appended key"
+        )
+    return block, row

@@ -331,7 +331,7 @@ def key_ranges(problem: Problem, br: int, bc: int, Tq: int, Tk: int, offset: int
 
 
 def parts_of(tiles: Tiles, low: int, high: int) -> int:
-    """Into how many parts a range of keys is divided (``parts_of`` in fa2_forward.cu, ``divide`` in fa2_few_rows.cu)."""
+    """Into how many parts a range of keys is divided: ``parts_of`` in fa2_forward.cu, ``divide`` in fa2_few_rows.cu."""
     if tiles.family == FEW_MMA:
         return _few_mma_parts(max(high - low, 0), tiles.parts)[0]
     return 1 if tiles.parts == 1 else min(max(-(-(high - low) // tiles.part_keys), 1), tiles.parts)

@@ -7,7 +7,7 @@ the one that the table was made with.
 
 What is compiled (:func:`cases`); all of every option, dtype and architecture would take an hour:
 
-* on every architecture: plain float32 calls, d = 64, of the four passes;
+* on every architecture: plain float32 calls, d = 64, of the four passes and of append_kv;
 * on sm_90a the common calls: every dtype, d = 64 and 128, plain (fa1, fa2) and causal (fa2);
 * on sm_90a: every dtype with every option at once, and deterministic; packed sequences; other head dimensions;
 * on sm_75 and sm_80: other dtypes, and every option at once.
@@ -21,7 +21,6 @@ in `SPILLS`, with the bytes that it may spill at most.
 
 import argparse
 import json
-import math
 import re
 import shutil
 import subprocess
@@ -42,13 +41,14 @@ from strategies import DTYPES
 import rawflash as rf
 from rawflash import arrays, hardware, problem
 from rawflash import masks as M
+from rawflash.backends.cupy_raw import append_kv, launch
 from rawflash.backends.cupy_raw import compile as compiler
-from rawflash.backends.cupy_raw import launch
 
 TABLE = Path(__file__).with_name("kernel_resources.json")
 ARCHITECTURES = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90a", "sm_100a", "sm_120")
 KERNELS = ("fa1_forward", "fa1_backward", "fa2_forward", "fa2_backward")
 FA2 = KERNELS[2:]
+APPEND = "append_kv"
 COMMON = ("plain", "causal")
 USED = ("registers", "stack", "spill_stores", "spill_loads", "shared")  # of compile.usage
 LAUNCHED = ("threads", "dynamic_shared")  # 0, 0: the call does not launch this kernel of the file
@@ -169,7 +169,7 @@ OPTIONS = {
 
 
 class Case(NamedTuple):
-    """One forward or backward call."""
+    """One forward or backward call, or an append to a cache."""
 
     arch: str
     kernel: str
@@ -189,7 +189,8 @@ def cases():
     def on(arch, kernels, dtypes, dimensions, options):
         return [Case(*case) for case in product((arch,), kernels, dtypes, dimensions, options)]
 
-    found = [case for arch in ARCHITECTURES for case in on(arch, KERNELS, ["float32"], [64], ["plain"])]
+    found = [case for arch in ARCHITECTURES for case in on(arch, (*KERNELS, APPEND), ["float32"], [64], ["plain"])]
+    found += on("sm_90a", [APPEND], DTYPES, [20], ["plain"])
     found += on("sm_90a", KERNELS, DTYPES, [64, 128], ["plain"])
     found += on("sm_90a", FA2, DTYPES, [64, 128], ["causal"])
     found += on("sm_90a", FA2, DTYPES, [64], ["everything"])
@@ -222,7 +223,9 @@ def programs(case):
         options |= dict(bias=Array((HQ, T, T), dtype), sinks=Array((HQ,), dtype))
     device = Device(case.arch)
     with device.current():
-        if case.kernel.endswith("forward"):
+        if case.kernel == APPEND:
+            rf.append_kv(k, v, k, v, np.zeros(B, int))
+        elif case.kernel.endswith("forward"):
             (rf.attention_varlen if packed else rf.attention)(q, k, v, **starts, **options)
         else:
             lse = Array(q.shape[:-1], statistic)
@@ -366,7 +369,7 @@ def test_every_file_is_compiled_for_every_architecture():
             pass
     assert set().union(*reached.values()) == files
     common = set.intersection(*reached.values())
-    assert {f"{name}.cu" for name in (*KERNELS, "side_gradients")} <= common
+    assert {f"{name}.cu" for name in (*KERNELS, "side_gradients", APPEND)} <= common
 
 
 def disassembler():
@@ -396,9 +399,9 @@ def test_products_run_on_the_units_that_the_plan_chose(arch, dtype, tmp_path):
         assert found.keys() == {"DMMA", "DFMA"} and found["DMMA"] >= 16
 
 
-def _structs(header):
-    """The members of each struct of a header: [(type, name, count or None)]."""
-    text = re.sub(r"//.*", "", header)
+def _structs(file):
+    """The members of each struct of a file: [(type, name, count or None)]."""
+    text = re.sub(r"//.*", "", (compiler.CUDA / file).read_text())
     found = {}
     for name, body in re.findall(r"struct (\w+) \{(.*?)\};", text, re.DOTALL):
         found[name] = []
@@ -409,9 +412,10 @@ def _structs(header):
     return found
 
 
-def test_fields_are_those_of_the_header():
-    """call.cuh's own assertion compares their number; this compares names and order."""
-    structs, fields = _structs((compiler.CUDA / "call.cuh").read_text()), []
+@pytest.mark.parametrize("file, words", [("call.cuh", launch.FIELDS), ("append_kv.cu", append_kv.FIELDS)])
+def test_fields_are_those_of_the_struct(file, words):
+    """The text's own assertion compares their number; this compares names and order."""
+    structs, fields = _structs(file), []
     for kind, name, count in structs["Call"]:
         if kind in structs:
             fields += [f"{name}.{part}" for _, part, _ in structs[kind]]
@@ -419,7 +423,7 @@ def test_fields_are_those_of_the_header():
             fields += [f"{name}.{n}" for n in range(getattr(launch, count))]
         else:
             fields.append(name)
-    assert fields == launch.FIELDS
+    assert fields == words
 
 
 def main():

@@ -138,6 +138,45 @@ def preamble(problem: Problem, tiles: Tiles, *, mask: Any = None, **more: Any) -
     return "\n".join(lines) + "\n"
 
 
+class Uploads:
+    """Device copies of arrays of the host, for calls on any stream; they live as long as this."""
+
+    def __init__(self) -> None:
+        self.kept: list[Any] = []
+        self.uploaded: tuple[int, Any] | None = None  # on which stream, and when that was done
+
+    def add(self, values: np.ndarray) -> int:
+        """Copy an array, at the same strides; the address of the copy."""
+        import cupy
+
+        low, high = byte_bounds(values)
+        octets = np.zeros(max(high - low, 1), np.uint8)
+        if values.size:
+            ctypes.memmove(octets.ctypes.data, low, high - low)
+        copy = cupy.asarray(octets)
+        event = cupy.cuda.Event(disable_timing=True)
+        event.record()
+        self.kept.append(copy)
+        self.uploaded = cupy.cuda.get_current_stream().ptr, event
+        return int(copy.data.ptr + values.ctypes.data - low)
+
+    def used(self) -> None:
+        """A kernel is about to read them: on another stream than theirs it waits for them, and they outlive it.
+
+        Not in a capture, which may not wait for what is outside of it: the call before it has been waited for.
+        """
+        if self.uploaded is None:
+            return
+        import cupy
+
+        keep_for_graph(self)
+        stream, event = self.uploaded
+        here = cupy.cuda.get_current_stream()
+        if stream != here.ptr and not capturing():
+            here.wait_event(event)
+            hold(self.kept)
+
+
 class Launcher:
     """The kernels of one file for calls that differ in addresses and seed only.
 
@@ -179,8 +218,7 @@ class Launcher:
             found["table_bytes"] = x.block_table.itemsize
         self.module = load(file, problem, tiles, x.visibility.mask, len(words), x.device, **found)
         self.functions: dict[str, Any] = {}
-        self.kept: list[Any] = []  # device copies of what came from the host
-        self.uploaded: tuple[int, Any] | None = None  # on which stream, and when that was done
+        self.uploads = Uploads()
         self.template = np.zeros(len(FIELDS), np.int64)
         # Addresses that change from call to call: the argument's name and its word.
         arguments = [name for name in x.addresses if name not in _ELSEWHERE]
@@ -202,8 +240,8 @@ class Launcher:
         for name in ("delta", "m", "l"):  # workspaces
             for part, stride in zip(("batch", "head", "row"), (problem.Hq * rows_q, rows_q, 1), strict=True):
                 self.template[_WORD[f"{name}.{part}"]] = stride
-        for name, array in (matrices | statistics).items():
-            strides = [stride // array.itemsize for stride in array.strides[:3]]
+        for name, view in (matrices | statistics).items():
+            strides = [stride // view.itemsize for stride in view.strides[:3]]
             for part, stride in zip(("batch", "head", "row"), strides, strict=True):
                 self.template[_WORD[f"{name}.{part}"]] = stride
         lower, upper = problem.band.bounds()
@@ -225,7 +263,7 @@ class Launcher:
             over_b = slopes.strides[0] // slopes.itemsize if slopes.ndim == 2 and slopes.shape[0] > 1 else 0
             self._put(slopes_b=over_b, slopes_h=slopes.strides[-1] // slopes.itemsize)
             if "alibi_slopes" not in x.addresses:
-                self._put(slopes=self._upload(slopes))
+                self._put(slopes=self.uploads.add(slopes))
         self._tables(problem, x)
 
     def _tables(self, problem: Problem, x: Operands) -> None:
@@ -259,7 +297,7 @@ class Launcher:
                 self._table("q_offset", v.q_offset)
 
     def _table(self, name: str, values: np.ndarray) -> None:
-        self.template[_WORD[f"{name}.data"]] = self._upload(values)
+        self.template[_WORD[f"{name}.data"]] = self.uploads.add(values)
         self.template[_WORD[f"{name}.bytes"]] = values.itemsize
 
     def _mask(self, x: Operands, words: list[int | np.ndarray]) -> None:
@@ -268,22 +306,8 @@ class Launcher:
             if isinstance(word, np.ndarray) and "mask" in x.addresses:
                 self.moving.append(("mask", _WORD[f"mask.{n}"]))
             else:
-                self.template[_WORD[f"mask.{n}"]] = self._upload(word) if isinstance(word, np.ndarray) else int(word)
-
-    def _upload(self, values: np.ndarray) -> int:
-        """A copy on the device that lives as long as the launcher, at the same strides; its address."""
-        import cupy
-
-        low, high = byte_bounds(values)
-        octets = np.zeros(max(high - low, 1), np.uint8)
-        if values.size:
-            ctypes.memmove(octets.ctypes.data, low, high - low)
-        copy = cupy.asarray(octets)
-        event = cupy.cuda.Event(disable_timing=True)
-        event.record()
-        self.kept.append(copy)
-        self.uploaded = cupy.cuda.get_current_stream().ptr, event
-        return int(copy.data.ptr + values.ctypes.data - low)
+                value = self.uploads.add(word) if isinstance(word, np.ndarray) else int(word)
+                self.template[_WORD[f"mask.{n}"]] = value
 
     def call(
         self, problem: Problem, x: Operands, values: dict[str, int], words: array[int] | None = None
@@ -294,30 +318,13 @@ class Launcher:
             addresses = x.addresses
             for name, word in self.moving:
                 words[word] = addresses[name]
-            if self.kept:
-                keep_for_graph(self)
+            self.uploads.used()
             words[_SEED] = problem.seed if problem.seed < 2**63 else problem.seed - 2**64  # the same 64 bits
-            if self.uploaded is not None:
-                self._await_uploads()
         else:
             words = words[:]
         for name, value in values.items():
             words[_WORD[name]] = value
         return words
-
-    def _await_uploads(self) -> None:
-        """A kernel on another stream than that of the uploads waits for them, and they outlive it.
-
-        Not in a capture, which may not wait for what is outside of it: the call before it has been waited for.
-        """
-        import cupy
-
-        assert self.uploaded is not None
-        stream, event = self.uploaded
-        here = cupy.cuda.get_current_stream()
-        if stream != here.ptr and not capturing():
-            here.wait_event(event)
-            hold(self.kept)
 
     def workspace(self, count: int, zero: bool = False) -> Any:
         """``count`` numbers of the compute dtype from CuPy's pool, in the order of its current stream."""
