@@ -4,9 +4,29 @@ The code of a layer calls the namespace of its arrays, and :mod:`rawflash` for a
 copied between host and device.
 """
 
+from rawflash.layers.gpt import (
+    GPTBlockSaved,
+    gelu,
+    gelu_backward,
+    gpt_block,
+    gpt_block_backward,
+    rms_norm,
+    rms_norm_backward,
+)
+from rawflash.layers.multi_head import MultiHeadSaved, multi_head_attention, multi_head_attention_backward
 from rawflash.layers.rope import rope, rope_backward
 
 __all__ = [
+    "GPTBlockSaved",
+    "MultiHeadSaved",
+    "gelu",
+    "gelu_backward",
+    "gpt_block",
+    "gpt_block_backward",
+    "multi_head_attention",
+    "multi_head_attention_backward",
+    "rms_norm",
+    "rms_norm_backward",
     "rope",
     "rope_backward",
 ]

@@ -106,7 +106,7 @@ def check_choice(name: str, value: Any, choices: tuple[str, ...]) -> str:
 
 
 def check_positions(xp: ModuleType, name: str, positions: Any, shape: tuple[int, ...], rule: str) -> Any:
-    """Integers that broadcast to ``shape`` as an array of ``xp``; a list, a range or a host array is copied to a GPU."""
+    """Integers that broadcast to ``shape``, as an array of ``xp``; what is on the host is copied to a GPU."""
     if isinstance(positions, (bool, int, np.generic, str)) or positions is None:
         raise ProblemError(f"{name} is {positions!r}; expected an int array, {rule}")
     if isinstance(positions, (list, tuple, range)):
