@@ -67,7 +67,7 @@ def mla_attention(
         w_kr     (D, p)           to the rotated key, one for all heads
         w_uk     (m, H * d_nope)  up to the keys that carry no position
         w_uv     (m, H * dv)      up to the values
-        w_o       (H * dv, D)      from the heads to the output
+        w_o      (H * dv, D)      from the heads to the output
         ======== ================ ====================================================
     num_heads : int
         ``H``.
@@ -388,7 +388,7 @@ def _check_down(name: str, x: Any, weights: Mapping[str, Any]) -> None:
             check_shape(weight, weights[weight], (x.shape[-1], None), rule)
     p = weights["w_kr"].shape[1]
     if p % 2:
-        raise ProblemError(f"w_kr has shape {weights['W_KR'].shape}; expected (D, p) with an even p")
+        raise ProblemError(f"w_kr has shape {weights['w_kr'].shape}; expected (D, p) with an even p")
 
 
 def _check(name: str, x: Any, params: Mapping[str, Any], num_heads: Any) -> tuple[ModuleType, _Sizes]:
@@ -405,10 +405,10 @@ def _check(name: str, x: Any, params: Mapping[str, Any], num_heads: Any) -> tupl
     def head(weight: str, rows: int, rule: str) -> int:
         """Width of a head of an up-projection."""
         check_shape(weight, weights[weight], (rows, None), rule)
-        columns = int(weights[weight].shape[1])
-        if columns % H:
-            raise ProblemError(f"{weight} has {columns} columns; expected a multiple of num_heads = {H}")
-        return columns // H
+        shape = weights[weight].shape
+        if shape[1] % H:
+            raise ProblemError(f"{weight} has shape {shape}; expected a number of columns that num_heads = {H} divides")
+        return int(shape[1]) // H
 
     d_nope, dv = head("w_uq", r, "(r, H*d_nope)"), head("w_uv", m, "(m, H*dv)")
     check_shape("w_qr", weights["w_qr"], (r, H * p), "(r, H*p)")
