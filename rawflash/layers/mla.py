@@ -161,8 +161,8 @@ def mla_attention_backward(
     dx : array (..., T, D)
     dparams : dict of str to array
         One gradient per weight, of its name, shape and dtype.
-    *more
-        The gradients that ``wrt`` names.
+    dbias, dsinks : array
+        Those that ``wrt`` names, in its order.
 
     Notes
     -----
