@@ -4,7 +4,7 @@ Importing this package loads NumPy and nothing heavier; a backend is imported wh
 call needs it.
 """
 
-from rawflash import masks, oracle
+from rawflash import layers, masks, oracle
 from rawflash._version import __version__
 from rawflash.api import (
     append_kv,
@@ -37,6 +37,7 @@ __all__ = [
     "attention_vjp",
     "dropout_mask",
     "explain",
+    "layers",
     "masks",
     "merge_attention",
     "oracle",
