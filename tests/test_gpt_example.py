@@ -21,6 +21,22 @@ SPEC.loader.exec_module(gpt)
 SMALL = gpt.Config(layers=2, width=16, heads=4, kv_heads=2, context=24, batch=4, warmup=5, rate=1e-2)
 
 
+def decode_shim(q, k_cache, v_cache, kv_lengths, **options):
+    return rf.attention(q, k_cache, v_cache, kv_lengths=kv_lengths, **options)
+
+
+def append_shim(k_cache, v_cache, k_new, v_new, kv_lengths, block_table=None, layout="bhtd"):
+    assert layout == "bthd" and block_table is None
+    for b, length in enumerate(kv_lengths):
+        k_cache[b, length : length + k_new.shape[1]] = k_new[b]
+        v_cache[b, length : length + v_new.shape[1]] = v_new[b]
+
+
+for name, shim in (("attention_decode", decode_shim), ("append_kv", append_shim)):
+    if not hasattr(rf, name):
+        setattr(rf, name, shim)
+
+
 @pytest.fixture(scope="module")
 def text():
     return gpt.read_text()

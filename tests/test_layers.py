@@ -546,15 +546,21 @@ Device.__neg__ = wrapped(operator.neg)
 
 
 class Library:
-    """Its namespace: NumPy's functions of device arrays. Only asarray takes one from the host."""
+    """Its namespace: NumPy's functions of device arrays. Only asarray takes one from the host, and counts."""
 
     float32, float64 = np.float32, np.float64
+
+    def __init__(self):
+        self.copies = 0
 
     def __getattr__(self, name):
         return wrapped(getattr(np, name))
 
     def asarray(self, array):
-        return array if isinstance(array, Device) else Device(np.asarray(array))
+        if isinstance(array, Device):
+            return array
+        self.copies += 1
+        return Device(np.asarray(array))
 
 
 def on_device(value):
@@ -591,6 +597,7 @@ def test_a_layer_stays_on_the_device(name, rng):
     """Every operation goes through the namespace or a device array, with no host array in it."""
     call = device_calls(rng)[name]
     expected = call(lambda value: value)
+    library = Library()
 
     def elsewhere(function):
         def run(*args, **options):
@@ -603,9 +610,12 @@ def test_a_layer_stays_on_the_device(name, rng):
     replaced = {name: elsewhere(getattr(rf, name)) for name in ("attention", "attention_backward")}
     with (
         mock.patch.multiple("rawflash.layers.multi_head", **replaced),
-        mock.patch.object(checks, "arrays", SimpleNamespace(kind_of=rf.arrays.kind_of, require_cupy=Library)),
+        mock.patch.object(
+            checks, "arrays", SimpleNamespace(kind_of=rf.arrays.kind_of, require_cupy=lambda: library)
+        ),
     ):
         results = call(on_device)
+    assert (library.copies == 0) == name.startswith("block")  # the others are given positions of the host
     assert len(results) == len(expected)
     for result, host in zip(results, expected, strict=True):
         assert type(result) is Device
