@@ -2,6 +2,7 @@
 differences, the laws that it keeps, what it refuses, and that it speaks to its arrays through their library only.
 """
 
+import inspect
 import operator
 from types import SimpleNamespace
 from unittest import mock
@@ -11,6 +12,7 @@ import pytest
 from gpu import to_cupy, to_host
 from hypothesis import given
 from hypothesis import strategies as st
+from strategies import DTYPES
 
 import rawflash as rf
 from rawflash import layers
@@ -429,7 +431,8 @@ WRONG = [
     wrong("x is a torch Tensor; expected a NumPy or CuPy array", lambda: layers.rope(torch_tensor(), [0])),
     wrong("x is a list; expected a NumPy or CuPy array", lambda: layers.rope([[1.0, 2.0]], [0])),
     wrong("x is a numpy MaskedArray; expected a NumPy", lambda: layers.rope(np.ma.ones((3, 4)), range(3))),
-    wrong("x has dtype int64; expected floats", lambda: layers.rope(np.ones((3, 4), int), range(3))),
+    wrong("x has dtype int64; expected float16, float32 or", lambda: layers.rope(np.ones((3, 4), int), range(3))),
+    wrong("x has dtype bfloat16; expected float16, float32 or", lambda: layers.gelu(np.ones(3, DTYPES["bfloat16"]))),
     wrong("x has shape (3, 5); expected (..., T, d) with an even d", lambda: layers.rope(np.ones((3, 5)), range(3))),
     wrong("dout has shape (4,); expected (..., T, d)", lambda: layers.rope_backward(ONE, range(3))),
     wrong("positions has shape (2,); expected", lambda: layers.rope(X, [0, 1])),
@@ -490,6 +493,16 @@ def test_a_wrong_call_names_the_argument(call, message):
     with pytest.raises(rf.ProblemError) as error:
         call()
     assert message in str(error.value)
+
+
+@pytest.mark.parametrize("name", [name for name in layers.__all__ if name[0].islower()])
+def test_docstrings_are_contracts(name):
+    """numpydoc sections: what goes in, what comes out, and an example that the doctest run executes."""
+    text = inspect.getdoc(getattr(layers, name))
+    for section in ("Parameters\n---", "Returns\n---", "Examples\n---", ">>> "):
+        assert section in text, section
+    for parameter in inspect.signature(getattr(layers, name)).parameters:
+        assert parameter in text, parameter
 
 
 # ---- arrays of another library ---------------------------------------------------------------------
