@@ -14,6 +14,8 @@ import numpy as np
 from rawflash import arrays
 from rawflash.errors import ProblemError
 
+DTYPES = ("float16", "float32", "float64")  # not bfloat16, of which NumPy's products are float32
+
 
 def _library(name: str, array: Any) -> str:
     """ "numpy" or "cupy"; any other array has operators of its own, which a layer does not speak."""
@@ -31,7 +33,7 @@ def namespace(**named: Any) -> ModuleType:
     Parameters
     ----------
     **named : array
-        Arrays of floats of one library and one dtype, by the names that an error calls them.
+        Arrays of one library and one dtype, float16, float32 or float64, by the names that an error calls them.
 
     Returns
     -------
@@ -41,7 +43,7 @@ def namespace(**named: Any) -> ModuleType:
     Raises
     ------
     ProblemError
-        One is no NumPy or CuPy array (one of PyTorch, say), is not of floats, or is unlike the first.
+        One is no NumPy or CuPy array (one of PyTorch, say), is of another dtype, or is unlike the first.
 
     Examples
     --------
@@ -58,8 +60,8 @@ def namespace(**named: Any) -> ModuleType:
     for name, array in named.items():
         if kinds[name] != kinds[first]:
             raise ProblemError(f"{name} is a {kinds[name]} array and {first} a {kinds[first]} array; expected one kind")
-        if array.dtype.kind != "f" and array.dtype.name != "bfloat16":
-            raise ProblemError(f"{name} has dtype {array.dtype}; expected floats")
+        if array.dtype.name not in DTYPES:
+            raise ProblemError(f"{name} has dtype {array.dtype}; expected {', '.join(DTYPES[:-1])} or {DTYPES[-1]}")
         if array.dtype != named[first].dtype:
             raise ProblemError(f"{name} has dtype {array.dtype}; expected {named[first].dtype} to match {first}")
     return arrays.require_cupy() if kinds[first] == "cupy" else np

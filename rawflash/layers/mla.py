@@ -11,9 +11,8 @@ from collections.abc import Mapping, Sequence
 from types import ModuleType
 from typing import Any, NamedTuple, Unpack
 
-from rawflash.api import attention, attention_backward
+from rawflash.api import append_kv, attention, attention_backward, attention_decode
 from rawflash.errors import ProblemError
-from rawflash.layers._until_decode import append_kv, attention_decode
 from rawflash.layers.checks import check_count, check_positions, check_shape, namespace
 from rawflash.layers.multi_head import merged, rows, split
 from rawflash.layers.rope import rope, rope_backward

@@ -19,7 +19,7 @@ def rope(x: Any, positions: Any, base: float = 10000.0, convention: str = "half"
     Parameters
     ----------
     x : array (..., T, d)
-        NumPy or CuPy; ``d`` is even.
+        NumPy or CuPy, float16, float32 or float64; ``d`` is even.
     positions : int array (T,)
         Or any shape that broadcasts to ``x.shape[:-1]``: ``(B, 1, T)`` for an offset of each sequence,
         ``(T, 1)`` for ``x (B, T, H, d)``. A list or a host array is copied to the device of ``x``.
