@@ -177,6 +177,21 @@ def mla_attention_backward(
     Each is the rule for a product: Y = A W gives dA = dY W^T and dW = A^T dY (Chu, Liu and Lin 2026,
     equations 81-84). Rows of x that ``q_lengths`` and ``kv_lengths`` name as padding are multiplied by
     zero here, so they have to be finite.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from rawflash.layers import mla_attention, mla_attention_backward
+    >>> D, H, r, m, d, p = 16, 4, 8, 6, 4, 2
+    >>> shapes = {"w_dq": (D, r), "w_uq": (r, H * d), "w_qr": (r, H * p), "w_dkv": (D, m), "w_kr": (D, p),
+    ...           "w_uk": (m, H * d), "w_uv": (m, H * d), "w_o": (H * d, D)}
+    >>> rng = np.random.default_rng(0)
+    >>> params = {name: rng.standard_normal(shape) for name, shape in shapes.items()}
+    >>> x = rng.standard_normal((2, 10, D))
+    >>> out, saved = mla_attention(x, params, H, causal=True, return_saved=True)
+    >>> dx, dparams = mla_attention_backward(out, x, params, H, saved=saved, causal=True)
+    >>> dx.shape, sorted(dparams) == sorted(params)
+    ((2, 10, 16), True)
     """
     _check_options(options)
     xp, n = _check("x", x, params, num_heads)
@@ -233,6 +248,10 @@ def append_latent(
     base, convention
         Of the rotation, as in the calls of :func:`mla_decode`.
 
+    Returns
+    -------
+    None
+
     Raises
     ------
     ProblemError
@@ -242,6 +261,16 @@ def append_latent(
     -----
     The latent cache is a cache of one head, whose values Z are its first m columns and whose rotated
     keys the rest, so this is :func:`rawflash.append_kv` of two views of it.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from rawflash.layers import append_latent
+    >>> params = {"w_dkv": np.eye(4, 3), "w_kr": np.ones((4, 2))}
+    >>> cache = np.zeros((1, 8, 3 + 2))
+    >>> append_latent(cache, np.array([[[1.0, 2.0, 3.0, 4.0]]]), params, [0])
+    >>> cache[0, 0]  # the latent, then a key that position 0 does not turn
+    array([ 1.,  2.,  3., 10., 10.])
     """
     weights = {name: _weight(params, name) for name in ("w_dkv", "w_kr")}
     xp = namespace(x_new=x_new, latent_cache=latent_cache, **weights)
