@@ -69,7 +69,7 @@ FEW_MMA_WARPS = 8  # of a block of threads
 FEW_MMA_TURN = FEW_MMA_STEP * FEW_MMA_WARPS
 FEW_MMA_ROWS = 32  # of a block, where accumulators leave registers for more than one product's
 FEW_MMA_WIDE = 128  # head dimension up to which they do
-FEW_MMA_QUEUE = 128 << 10  # bytes of K and V on their way: more gains nothing
+FEW_MMA_QUEUE = 64 << 10  # bytes of K and V on their way: more gains nothing
 FEW_MMA_UNITS = 3  # of it, at least
 FEW_MMA_REGISTERS = 16 * 128  # numbers of Q that a block keeps in registers
 FEW_MMA_LEAST = 2 * FEW_MMA_TURN  # keys of a part
@@ -435,8 +435,8 @@ def _few_mma(problem: Problem, chip: Chip) -> Tiles | None:
 
     fixed = sum(tile.bytes for tile in resident(0) if tile.where == ON_CHIP)
     unit = resident(1)[0].bytes
-    units = min((limit - fixed) // unit, max(FEW_MMA_QUEUE // unit, FEW_MMA_UNITS))
     merged = FEW_MMA_WARPS * br * (64 + 2 * 4) * 4  # 64 columns of O of all warps, and m and l of a row's four lanes
+    units = min((limit - fixed) // unit, max(FEW_MMA_QUEUE // unit, FEW_MMA_UNITS, -(-(merged - fixed) // unit)))
     if units < 2 or fixed + units * unit < merged:
         return None
     pieces = problem.B * problem.Hkv * -(-rows // br)

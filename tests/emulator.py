@@ -134,6 +134,7 @@ def install(monkeypatch, backwards=False):
     made = types.ModuleType("cupy")
     made.ndarray, made.cuda = ndarray, cuda
     made.asarray = lambda array: np.array(array).view(ndarray)
+    made.zeros = lambda shape, dtype=float: np.zeros(shape, dtype).view(ndarray)
     monkeypatch.setitem(sys.modules, "cupy", made)
     monkeypatch.setattr(arrays, "require_cupy", lambda: made)
     monkeypatch.setattr(arrays, "device_of", lambda address: 0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from rawflash.arrays import Target
 from rawflash.backends.cupy_raw.launch import blocks_of, launcher
 from rawflash.problem import Operands, Problem
-from rawflash.tiling import FEW_MMA, FEW_MMA_LEAST, FEW_MMA_WARPS, Tiles
+from rawflash.tiling import FEW_MMA, FEW_MMA_LEAST, Tiles
 
 
 def fa2_forward(problem: Problem, tiles: Tiles, x: Operands, out: Target, lse: Target) -> None:
@@ -43,7 +43,6 @@ def _few_rows(problem: Problem, tiles: Tiles, x: Operands, out: Target, lse: Tar
     if parts > 1:  # O, m and l of every part
         O, m, l = (kernels.workspace(rows * n * parts) for n in (problem.dv, 1, 1))
         values |= {"sums": O.data.ptr, "m.data": m.data.ptr, "l.data": l.data.ptr}
+        values["counters"] = kernels.counters(blocks * problem.Hkv * problem.B)
     call = kernels.call(problem, x, values)
     kernels.run("fa2_few_rows", blocks * parts * problem.Hkv * problem.B, call, tiles.smem_bytes)
-    if parts > 1:
-        kernels.run("fa2_few_rows_merge", blocks_of(rows, FEW_MMA_WARPS), call)

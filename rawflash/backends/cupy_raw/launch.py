@@ -33,6 +33,7 @@ VECTOR_BYTES = 16
 DEPTHS = {SPLIT: 16, DOUBLE: 8}  # products that a tensor core sums at a time (DEPTH in mma/)
 MOST_STRIDING = 4096  # blocks of a grid that strides
 LARGEST_GRID = 2**31 - 1
+SPARE = 16  # sets of counters that are made at a time
 # Constants that the text of a kernel is chosen by; the others are numbers in it.
 SWITCHES = ("PIECES", "SPLIT", "TYPE", "BIAS_TYPE", "SLOPE_TYPE", "SINK_TYPE", "ALIGNED", "PACKED", "BAND", "BIAS",
             "BIAS_OVER_ROWS", "BIAS_OVER_KEYS", "ALIBI", "SOFTCAP", "SINKS", "DROPOUT", "DLSE",
@@ -48,7 +49,7 @@ def _fields() -> list[str]:
     words = [f"{name}.{part}" for name in (*matrices, *statistics) for part in ("data", "batch", "head", "row")]
     words += ["sums", *(f"bias.{part}" for part in ("data", "b", "h", "i", "j"))]
     words += ["dbias", "bias_b", "bias_h", "bias_i", "bias_j", "slopes", "slopes_b", "slopes_h", "sinks", "sinks_h"]
-    words += ["dsinks"]
+    words += ["dsinks", "counters"]
     tables = ("cu_seqlens_q", "cu_seqlens_k", "q_lengths", "kv_lengths", "q_offset")
     words += [f"{name}.{part}" for name in tables for part in ("data", "bytes")]
     words += ["block_table.data", "block_table.bytes", "table_row", "cache_blocks"]
@@ -219,6 +220,8 @@ class Launcher:
         self.module = load(file, problem, tiles, x.visibility.mask, len(words), x.device, **found)
         self.functions: dict[str, Any] = {}
         self.uploads = Uploads()
+        self.counts: dict[int, Any] = {}  # by stream
+        self.spare: list[Any] = []
         self.template = np.zeros(len(FIELDS), np.int64)
         # Addresses that change from call to call: the argument's name and its word.
         arguments = [name for name in x.addresses if name not in _ELSEWHERE]
@@ -325,6 +328,21 @@ class Launcher:
         for name, value in values.items():
             words[_WORD[name]] = value
         return words
+
+    def counters(self, count: int) -> int:
+        """Address of ``count`` 32-bit zeros, which the kernels leave as zeros; calls side by side have their own."""
+        import cupy
+
+        if not self.spare:
+            self.spare = list(cupy.zeros((SPARE, max(count, 1)), np.uint32))
+        if capturing():  # a graph may run beside calls and other graphs
+            made = self.spare.pop()
+            keep_for_graph(made)
+            return int(made.data.ptr)
+        stream = cupy.cuda.get_current_stream().ptr
+        if stream not in self.counts:
+            self.counts[stream] = self.spare.pop()
+        return int(self.counts[stream].data.ptr)
 
     def workspace(self, count: int, zero: bool = False) -> Any:
         """``count`` numbers of the compute dtype from CuPy's pool, in the order of its current stream."""

@@ -33,6 +33,7 @@ struct Call {
     const void* sinks;
     long long sinks_h;
     double* dsinks;
+    unsigned* counters;  // few rows: of the parts of keys that are done; zeros before and after
     Table cu_seqlens_q, cu_seqlens_k, q_lengths, kv_lengths, q_offset;
     Table block_table;               // (B, table_row) blocks of a paged cache that has cache_blocks
     long long table_row, cache_blocks;

@@ -2,8 +2,8 @@
 //
 // A block of threads owns a part of the keys of one K/V head and Br rows of the query heads that share it, packed: row r of these is query
 // r % Tq of the group's head r / Tq. So K and V are read once, and the time is that of reading them. Its warps take 16 keys in turn, each with
-// an O, m and l of its own, which are merged at the end; those of the parts are merged by fa2_few_rows_merge, both as the online softmax goes
-// on from one step to the next (split over keys: Dao, Haziza, Massa, Sizov, "Flash-Decoding", 2023).
+// an O, m and l of its own, which are merged at the end; those of the parts are merged by the block that is the last to end. Both in a fixed
+// order, as the online softmax goes on from one step to the next (split over keys: Dao, Haziza, Massa, Sizov, "Flash-Decoding", 2023).
 //
 // On chip:  K or V, a queue of units of 16 keys for each warp; in registers S = P (Br, 16), O (Br, dv), m, l; Q (Br, d) where there is room.
 // Read per step: K_j and V_j, several steps ahead. Written once: O and lse, or O, m and l of a part.
@@ -35,10 +35,13 @@ constexpr int UNITS = (TILE_BYTES - Q_BYTES) / (WARPS * WARP_SIZE * SLOTS * VECT
 static_assert(UNITS >= 2 && TILE_BYTES >= WARPS * M * WARP_SIZE * (2 * 16 * 4 + 2 * 8), "what the queues need, and the end");
 constexpr int MERGED = 4;  // neighbouring columns that a lane merges
 constexpr int MOST_PARTS = 64;
+constexpr bool IN_ONE_BLOCK = PAGE && PAGE % STEP == 0;  // the keys of a unit
 
 // Eight neighbouring numbers, two in a word: what a lane copies, and its operands.
 struct alignas(VECTOR_BYTES) Piece { unsigned x[4]; };
 struct alignas(VECTOR_BYTES) Four { float x[MERGED]; };
+
+__device__ __forceinline__ Four four_of(float4 x) { return {{x.x, x.y, x.z, x.w}}; }
 
 __device__ __forceinline__ unsigned word_of(float x, float y)
 {
@@ -161,6 +164,53 @@ __device__ __forceinline__ void finish_four(
         store_lse(call, at.s.slot, at.h, i, lse);
 }
 
+// O, m and l of all parts of a row -> O = O / l, lse. By a warp; other blocks have written them, so not from the cache of this multiprocessor.
+__device__ __forceinline__ void merge_parts(const Call& call, const Head& at, int parts, long long i)
+{
+    const Sequence& s = at.s;
+    // A lane for each part: its weight; then a lane for every few columns
+    const int lane = threadIdx.x % WARP_SIZE;
+    const bool exists = i < s.q_length;
+    float m = -INFINITE, l = 0, weight[MOST_PARTS / WARP_SIZE];
+#pragma unroll
+    for (int n = 0; n < MOST_PARTS / WARP_SIZE; n++) {
+        const int part = n * WARP_SIZE + lane;
+        weight[n] = exists && part < parts ? __ldcg(of_part(call, call.m, at, part, i)) : -INFINITE;
+        m = larger(m, weight[n]);
+    }
+    m = maximum_of_lanes<WARP_SIZE>(m);
+    const float shift = m == -INFINITE ? 0.0f : m;
+#pragma unroll
+    for (int n = 0; n < MOST_PARTS / WARP_SIZE; n++) {
+        const int part = n * WARP_SIZE + lane;
+        weight[n] = exponential(weight[n] - shift);
+        l += exists && part < parts ? weight[n] * __ldcg(of_part(call, call.l, at, part, i)) : 0.0f;
+    }
+    l = sum_of_lanes<WARP_SIZE>(l);
+    for (int first = 0; first < DV; first += WARP_SIZE * MERGED) {
+        const int column = first + lane * MERGED;
+        Four O = {};
+#pragma unroll 8
+        for (int part = 0; part < parts; part++) {
+            const float its = __shfl_sync(WARP, part < WARP_SIZE ? weight[0] : weight[1], part % WARP_SIZE);
+            const float* const from = sums_of_part(call, at, part, i) + column;
+            Four more = {};
+            if (DV % MERGED == 0) {
+                if (exists && column < DV)
+                    more = four_of(__ldcg(reinterpret_cast<const float4*>(from)));
+            } else {
+#pragma unroll
+                for (int n = 0; n < MERGED; n++)
+                    more.x[n] = exists && column + n < DV ? __ldcg(from + n) : 0.0f;
+            }
+#pragma unroll
+            for (int n = 0; n < MERGED; n++)
+                O.x[n] += its * more.x[n];
+        }
+        finish_four(call, at, i, column, O, m, l, column == 0);
+    }
+}
+
 extern "C" __global__ void __launch_bounds__(THREADS, 1) fa2_few_rows(const __grid_constant__ Call call)
 {
     extern __shared__ __align__(VECTOR_BYTES) unsigned char on_chip[];
@@ -182,14 +232,22 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) fa2_few_rows(const __gr
     // The queue: 16 rows of K, then of V, and so on
     Piece* const queue = (Piece*)on_chip + warp * UNITS * SLOTS * WARP_SIZE;
     long long asked_for = j_low + warp * STEP;  // key of the next unit
-    table_entry block = 0;  // of these keys, where all of a unit are in one
-    if (asked_for < j_high)
-        block = block_of(call, s, asked_for);
+    // What the table says of a paged cache, if all keys of a unit are in one block: a lane knows it for the n-th of 32 units, and for that of the
+    // next 32, asked for long before, as it waits behind all the rows that are under way.
+    table_entry now = 0, next = 0, block = 0;
+    auto look_up = [&](long long j) { return PAGE && j < j_high ? block_of(call, s, j) : table_entry(0); };
+    if constexpr (IN_ONE_BLOCK) {
+        now = look_up(asked_for + lane * TURN);
+        next = look_up(asked_for + (WARP_SIZE + lane) * TURN);
+    }
+    int units = 0;  // of K that were asked for
     unsigned exist = 0;  // a bit for each unit of K: does its block exist? The last one's is the lowest
     auto ask_for = [&](bool values, int unit) {
         if (asked_for < j_high) {
             Piece* const to = queue + unit * SLOTS * WARP_SIZE;
             const Matrix& matrix = values ? call.v : call.k;
+            if (IN_ONE_BLOCK && !values)
+                block = __shfl_sync(WARP, now, units % WARP_SIZE);
             const Place there = place_in(call, s, asked_for, block);
             if (!values)
                 exist = exist << 1 | there.exists;
@@ -211,8 +269,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) fa2_few_rows(const __gr
         }
         if (values) {
             asked_for += TURN;
-            if (asked_for < j_high)
-                block = block_of(call, s, asked_for);  // long before it is needed: nothing waits for it here
+            if (++units % WARP_SIZE == 0 && IN_ONE_BLOCK) {
+                now = next;
+                next = look_up(asked_for + (WARP_SIZE + lane) * TURN);
+            }
         }
         commit_group();
     };
@@ -306,7 +366,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) fa2_few_rows(const __gr
         if constexpr (BAND)
             full = full && band_tile(call.band_lower, call.band_upper, 0, call.Tq, j0, j0 + STEP, s.offset) == FULL;
         if constexpr (PAGE)
-            full = full && PAGE % STEP == 0 && (exist >> ahead & 1);
+            full = full && IN_ONE_BLOCK && (exist >> ahead & 1);
 #pragma unroll
         for (int r = 0; r < M; r++)
 #pragma unroll
@@ -437,7 +497,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) fa2_few_rows(const __gr
                 const bool first = x == 0 && t == 0 && c == 0;
                 if (parts == 1) {
                     finish_four(call, at[r][half], i[r][half], column, merged, highest, total, first);
-                } else if (i[r][half] < s.q_length) {  // fa2_few_rows_merge does the rest
+                } else if (i[r][half] < s.q_length) {  // merge_parts does the rest
                     float* const to = sums_of_part(call, at[r][half], part, i[r][half]);
 #pragma unroll
                     for (int n = 0; n < MERGED; n++)
@@ -450,61 +510,22 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) fa2_few_rows(const __gr
                 }
             }
     }
-}
 
-// O, m and l of all parts -> O = O / l, lse. A warp for each row.
-extern "C" __global__ void __launch_bounds__(THREADS) fa2_few_rows_merge(const __grid_constant__ Call call)
-{
-    const long long row = (long long)blockIdx.x * WARPS + threadIdx.x / WARP_SIZE;
-    if (row >= call.B * call.Hq * call.Tq)
-        return;
-    const Sequence s = sequence(call, row / (call.Hq * call.Tq));
-    const Head at = head(call, s, row / call.Tq % call.Hq);
-    const long long i = row % call.Tq;
-    long long j_low, j_high, part_keys;
-    seen_keys(call, s, j_low, j_high);
-    const int parts = divide(call, j_low, j_high, part_keys);
+    // The block that is the last of its keys' to end merges the parts, and leaves the counter at zero
     if (parts == 1)
         return;
-    // A lane for each part: its weight; then a lane for every few columns
-    const int lane = threadIdx.x % WARP_SIZE;
-    const bool exists = i < s.q_length;
-    float m = -INFINITE, l = 0, weight[MOST_PARTS / WARP_SIZE];
-#pragma unroll
-    for (int n = 0; n < MOST_PARTS / WARP_SIZE; n++) {
-        const int part = n * WARP_SIZE + lane;
-        weight[n] = exists && part < parts ? *of_part(call, call.m, at, part, i) : -INFINITE;
-        m = larger(m, weight[n]);
-    }
-    m = maximum_of_lanes<WARP_SIZE>(m);
-    const float shift = m == -INFINITE ? 0.0f : m;
-#pragma unroll
-    for (int n = 0; n < MOST_PARTS / WARP_SIZE; n++) {
-        const int part = n * WARP_SIZE + lane;
-        weight[n] = exponential(weight[n] - shift);
-        l += exists && part < parts ? weight[n] * *of_part(call, call.l, at, part, i) : 0.0f;
-    }
-    l = sum_of_lanes<WARP_SIZE>(l);
-    for (int first = 0; first < DV; first += WARP_SIZE * MERGED) {
-        const int column = first + lane * MERGED;
-        Four O = {};
-#pragma unroll 8
-        for (int part = 0; part < parts; part++) {
-            const float its = __shfl_sync(WARP, part < WARP_SIZE ? weight[0] : weight[1], part % WARP_SIZE);
-            const float* const from = sums_of_part(call, at, part, i) + column;
-            Four more = {};
-            if (DV % MERGED == 0) {
-                if (exists && column < DV)
-                    more = *reinterpret_cast<const Four*>(from);
-            } else {
-#pragma unroll
-                for (int n = 0; n < MERGED; n++)
-                    more.x[n] = exists && column + n < DV ? from[n] : 0.0f;
-            }
-#pragma unroll
-            for (int n = 0; n < MERGED; n++)
-                O.x[n] += its * more.x[n];
-        }
-        finish_four(call, at, i, column, O, m, l, column == 0);
+    __threadfence();  // O, m and l of this part are written before they are counted
+    __syncthreads();
+    bool* const last = (bool*)on_chip;
+    if (threadIdx.x == 0)
+        *last = atomicInc(call.counters + blockIdx.x / call.blocks / call.parts * call.blocks + blockIdx.x % call.blocks, parts - 1) == parts - 1;
+    __syncthreads();
+    if (!*last)
+        return;
+    __threadfence();
+    for (int r = warp; r < BR; r += WARPS) {
+        const long long row = (long long)(blockIdx.x % call.blocks) * BR + r;
+        if (row < group * call.Tq)
+            merge_parts(call, head(call, s, h_kv * group + row / call.Tq), parts, row % call.Tq);
     }
 }
