@@ -64,15 +64,14 @@ FEW_PART = 1024  # keys that a part of them has at least
 FEW_PIECES = 128  # parts of all K/V heads together: enough for threads to end together
 FEW_MMA = "few rows, mma"  # family of cupy_raw's fa2 forward pass for few queries in 16 bits (cuda/fa2_few_rows.cu)
 FEW_MMA_QUERIES = 16  # of a head
-FEW_MMA_STEP = 16  # keys that a warp takes at a time; rows of a product
 FEW_MMA_WARPS = 8  # of a block of threads
-FEW_MMA_TURN = FEW_MMA_STEP * FEW_MMA_WARPS
 FEW_MMA_ROWS = 32  # of a block, where accumulators leave registers for more than one product's
 FEW_MMA_WIDE = 128  # head dimension up to which they do
+FEW_MMA_NARROW, FEW_MMA_STEPS = 64, (32, 16)  # keys that a warp takes at a time, up to this head dimension and beyond
 FEW_MMA_QUEUE = 64 << 10  # bytes of K and V on their way: more gains nothing
 FEW_MMA_UNITS = 3  # of it, at least
 FEW_MMA_REGISTERS = 16 * 128  # numbers of Q that a block keeps in registers
-FEW_MMA_LEAST = 2 * FEW_MMA_TURN  # keys of a part
+FEW_MMA_LEAST = 256  # keys of a part
 FEW_MMA_START, FEW_MMA_MERGE = 1.0, 1.5  # what a thread block costs beside its turns, and what merging costs, in turns
 PART_STEPS = 4  # blocks of keys that a part of them has at least
 PART_MOST = 64  # parts of the keys
@@ -333,7 +332,7 @@ def key_ranges(problem: Problem, br: int, bc: int, Tq: int, Tk: int, offset: int
 def parts_of(tiles: Tiles, low: int, high: int) -> int:
     """Into how many parts a range of keys is divided: ``parts_of`` in fa2_forward.cu, ``divide`` in fa2_few_rows.cu."""
     if tiles.family == FEW_MMA:
-        return _few_mma_parts(max(high - low, 0), tiles.parts)[0]
+        return _few_mma_parts(max(high - low, 0), tiles.parts, tiles.bc)[0]
     return 1 if tiles.parts == 1 else min(max(-(-(high - low) // tiles.part_keys), 1), tiles.parts)
 
 
@@ -422,14 +421,16 @@ def _few_mma(problem: Problem, chip: Chip) -> Tiles | None:
     """
     limit, d, dv = _available(problem, chip), problem.d, problem.dv
     rows = problem.group * problem.Tq
-    br = FEW_MMA_ROWS if rows > FEW_MMA_STEP and max(d, dv) <= FEW_MMA_WIDE else FEW_MMA_STEP
+    br = FEW_MMA_ROWS if rows > MMA_DEPTH and max(d, dv) <= FEW_MMA_WIDE else MMA_DEPTH
+    bc = FEW_MMA_STEPS[max(d, dv) > FEW_MMA_NARROW]
+    turn = FEW_MMA_WARPS * bc
     columns = max(_padded(d, 32), _padded(dv, 64))
 
     def resident(units: int) -> tuple[Tile, ...]:
         return (
-            Tile("K or V", units * FEW_MMA_TURN, columns, 2),
+            Tile("K or V", units * turn, columns, 2),
             Tile("Q", br, _padded(d, 32), 2, REGISTERS if br * _padded(d, 32) <= FEW_MMA_REGISTERS else ON_CHIP),
-            Tile("S", br, FEW_MMA_STEP, 4, REGISTERS),
+            Tile("S", br, bc, 4, REGISTERS),
             Tile("O", br, dv, 4, REGISTERS),
         )
 
@@ -440,23 +441,23 @@ def _few_mma(problem: Problem, chip: Chip) -> Tiles | None:
     if units < 2 or fixed + units * unit < merged:
         return None
     pieces = problem.B * problem.Hkv * -(-rows // br)
-    turns, processors = -(-problem.Tk // FEW_MMA_TURN), chip.processors or 0
+    turns, processors = -(-problem.Tk // turn), chip.processors or 0
     parts, best = 1, math.inf
     for n in range(1, min(PART_MOST, max(processors * 4 // max(pieces, 1), 1), max(turns // 2, 1)) + 1):
         waves = -(-pieces * n // max(processors, 1))
         cost = waves * (-(-turns // n) + FEW_MMA_START) + (FEW_MMA_MERGE if n > 1 else 0)
         if cost < best:
             parts, best = n, cost
-    parts, part_keys = _few_mma_parts(problem.Tk, parts)
+    parts, part_keys = _few_mma_parts(problem.Tk, parts, bc)
     return Tiles(
-        br, FEW_MMA_STEP, resident(units), chip.name, limit, IJ, family=FEW_MMA, parts=parts, part_keys=part_keys
+        br, bc, resident(units), chip.name, limit, IJ, family=FEW_MMA, parts=parts, part_keys=part_keys
     )
 
 
-def _few_mma_parts(keys: int, parts: int) -> tuple[int, int]:
+def _few_mma_parts(keys: int, parts: int, bc: int) -> tuple[int, int]:
     """How many of the parts a number of keys is divided into, and how many keys each has (``divide``)."""
-    turns = -(-keys // FEW_MMA_TURN)
-    size = max(FEW_MMA_LEAST, -(-turns // parts) * FEW_MMA_TURN)
+    turn = FEW_MMA_WARPS * bc
+    size = max(FEW_MMA_LEAST, -(-(-(-keys // turn)) // parts) * turn)
     return min(max(-(-keys // size), 1), parts), size
 
 

@@ -98,10 +98,10 @@ template <int bytes> struct Entry { typedef long long type; };
 template <> struct Entry<4> { typedef int type; };
 typedef Entry<TABLE_BYTES>::type table_entry;
 
-// What the table says of key j, and where that is.
-__device__ __forceinline__ table_entry block_of(const Call& call, const Sequence& s, long long j)
+// What the table says of key j of sequence b, and where that is.
+__device__ __forceinline__ table_entry block_of(const Call& call, long long b, long long j)
 {
-    return PAGE ? ((const table_entry*)call.block_table.data)[s.b * call.table_row + j / PER_BLOCK] : 0;
+    return PAGE ? ((const table_entry*)call.block_table.data)[b * call.table_row + j / PER_BLOCK] : 0;
 }
 
 __device__ __forceinline__ Place place_in(const Call& call, const Sequence& s, long long j, long long block)
@@ -114,7 +114,7 @@ __device__ __forceinline__ Place place_in(const Call& call, const Sequence& s, l
 
 __device__ __forceinline__ Place place_of(const Call& call, const Sequence& s, long long j)
 {
-    return place_in(call, s, j, block_of(call, s, j));
+    return place_in(call, s, j, block_of(call, s.b, j));
 }
 
 __device__ __forceinline__ elem* row_of(const Matrix& matrix, long long slot, long long h, long long t)

@@ -1,11 +1,11 @@
 // FlashAttention-2, forward pass, for few rows of queries against many keys: decoding, in 16 bits.
 //
 // A block of threads owns a part of the keys of one K/V head and Br rows of the query heads that share it, packed: row r of these is query
-// r % Tq of the group's head r / Tq. So K and V are read once, and the time is that of reading them. Its warps take 16 keys in turn, each with
+// r % Tq of the group's head r / Tq. So K and V are read once, and the time is that of reading them. Its warps take Bc keys in turn, each with
 // an O, m and l of its own, which are merged at the end; those of the parts are merged by the block that is the last to end. Both in a fixed
 // order, as the online softmax goes on from one step to the next (split over keys: Dao, Haziza, Massa, Sizov, "Flash-Decoding", 2023).
 //
-// On chip:  K or V, a queue of units of 16 keys for each warp; in registers S = P (Br, 16), O (Br, dv), m, l; Q (Br, d) where there is room.
+// On chip:  K or V, a queue of units of Bc keys for each warp; in registers S = P (Br, Bc), O (Br, dv), m, l; Q (Br, d) where there is room.
 // Read per step: K_j and V_j, several steps ahead. Written once: O and lse, or O, m and l of a part.
 //
 // A queue is its warp's own, so that no warp waits for another. Rows come 128 bytes at a time, by eight neighbouring lanes: anything else halves
@@ -24,18 +24,21 @@
 
 constexpr int WARP_SIZE = 32;
 constexpr int WARPS = THREADS / WARP_SIZE;
-constexpr int STEP = 16;            // keys that a warp takes at a time
+constexpr int DEPTH = 16;           // keys that a product sums over
+constexpr int STEP = BC;            // that a warp takes at a time
+constexpr int GROUPS = STEP / DEPTH;
 constexpr int TURN = WARPS * STEP;  // and all warps
 constexpr int M = BR / 16;          // tensor-core products have 16 rows
 constexpr int PIECES_D = ceil_div(D, 32), PIECES_V = ceil_div(DV, 64);  // of 32 numbers of a row of Q or K, of 64 of V
-constexpr int SLOTS = most_of(2 * PIECES_D, 4 * PIECES_V);              // of 16 bytes, for each lane: a unit, 16 rows of K or V
+constexpr int SLOTS = GROUPS * most_of(2 * PIECES_D, 4 * PIECES_V);     // of 16 bytes, for each lane: a unit, the rows of K or V of a step
 constexpr bool Q_ON_CHIP = M * PIECES_D > 4;  // where O leaves too few registers
 constexpr int Q_BYTES = Q_ON_CHIP ? BR * PIECES_D * 32 * (int)sizeof(elem) : 0;
 constexpr int UNITS = (TILE_BYTES - Q_BYTES) / (WARPS * WARP_SIZE * SLOTS * VECTOR_BYTES);
 static_assert(UNITS >= 2 && TILE_BYTES >= WARPS * M * WARP_SIZE * (2 * 16 * 4 + 2 * 8), "what the queues need, and the end");
 constexpr int MERGED = 4;  // neighbouring columns that a lane merges
 constexpr int MOST_PARTS = 64;
-constexpr bool IN_ONE_BLOCK = PAGE && PAGE % STEP == 0;  // the keys of a unit
+constexpr unsigned ALL = (1u << GROUPS) - 1;
+constexpr bool IN_ONE_BLOCK = PAGE && PAGE % DEPTH == 0;  // the keys of a group
 
 // Eight neighbouring numbers, two in a word: what a lane copies, and its operands.
 struct alignas(VECTOR_BYTES) Piece { unsigned x[4]; };
@@ -84,7 +87,7 @@ __device__ __forceinline__ int value_slot(int r, int x)
     return (n * PIECES_V + x / 8) * WARP_SIZE + t * 8 + (x % 8 ^ 2 * t);
 }
 
-// A unit: 16 rows of COLUMNS numbers, COUNT times 16 bytes each.
+// A unit: rows of COLUMNS numbers, COUNT times 16 bytes each.
 template <int COLUMNS, int COUNT, class Row, class Slot> __device__ __forceinline__ void copy_rows(const Row& row, const Slot& slot)
 {
     constexpr int TOGETHER = COUNT % 8 == 0 ? 8 : 4;  // neighbouring lanes that copy neighbours
@@ -93,7 +96,7 @@ template <int COLUMNS, int COUNT, class Row, class Slot> __device__ __forceinlin
     for (int n = 0; n < STEP; n += WARP_SIZE / TOGETHER) {
         const int r = n + lane / TOGETHER;
         bool exists;
-        const elem* const from = row(r, exists);
+        const elem* const from = row(r, n / DEPTH, exists);
 #pragma unroll
         for (int x = lane % TOGETHER; x < COUNT; x += TOGETHER)
             copy_piece<COLUMNS>(slot(r, x), from, 8 * x, exists);
@@ -217,10 +220,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) fa2_few_rows(const __gr
     const int lane = threadIdx.x % WARP_SIZE, warp = threadIdx.x / WARP_SIZE, g = lane / 4, t = lane % 4;
     const long long bh = blockIdx.x / call.blocks / call.parts;
     const int part = (int)(blockIdx.x / call.blocks % call.parts);
-    const Sequence s = sequence(call, bh / call.Hkv);
     const long long h_kv = bh % call.Hkv, group = call.Hq / call.Hkv;
 
     long long j_low, j_high, part_keys;
+    // The table is asked at once where the warp begins if the sequence is as long as its cache, as lengths take as long to come
+    divide(call, 0, call.Tk, part_keys);
+    const long long guess = part * part_keys + warp * STEP;
+    const long long guessed_group = guess + lane / GROUPS * TURN + lane % GROUPS * DEPTH;
+    const table_entry guessed = IN_ONE_BLOCK && guessed_group < call.Tk ? block_of(call, bh / call.Hkv, guessed_group) : 0;
+    const Sequence s = sequence(call, bh / call.Hkv);
     seen_keys(call, s, j_low, j_high);
     const int parts = divide(call, j_low, j_high, part_keys);
     if (part >= parts)
@@ -232,31 +240,40 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) fa2_few_rows(const __gr
     // The queue: 16 rows of K, then of V, and so on
     Piece* const queue = (Piece*)on_chip + warp * UNITS * SLOTS * WARP_SIZE;
     long long asked_for = j_low + warp * STEP;  // key of the next unit
-    // What the table says of a paged cache, if all keys of a unit are in one block: a lane knows it for the n-th of 32 units, and for that of the
-    // next 32, asked for long before, as it waits behind all the rows that are under way.
-    table_entry now = 0, next = 0, block = 0;
-    auto look_up = [&](long long j) { return PAGE && j < j_high ? block_of(call, s, j) : table_entry(0); };
+    // What the table says of a paged cache, if all keys of a group are in one block: a lane knows it for the n-th of 32 groups, and for that of
+    // the next 32, asked for long before, as it waits behind all the rows that are under way.
+    table_entry now = 0, next = 0, block[GROUPS] = {};
+    auto look_up = [&](long long first, int n, long long end) {
+        const long long j = first + (n + lane) / GROUPS * TURN + (n + lane) % GROUPS * DEPTH;
+        return IN_ONE_BLOCK && j < end ? block_of(call, s.b, j) : table_entry(0);
+    };
     if constexpr (IN_ONE_BLOCK) {
-        now = look_up(asked_for + lane * TURN);
-        next = look_up(asked_for + (WARP_SIZE + lane) * TURN);
+        now = asked_for == guess ? guessed : look_up(asked_for, 0, j_high);
+        next = look_up(asked_for, WARP_SIZE, j_high);
     }
-    int units = 0;  // of K that were asked for
-    unsigned exist = 0;  // a bit for each unit of K: does its block exist? The last one's is the lowest
+    int groups = 0;  // of K that were asked for
+    unsigned exist = 0;  // a bit for each of them: does its block exist? The last one's is the lowest
     auto ask_for = [&](bool values, int unit) {
         if (asked_for < j_high) {
             Piece* const to = queue + unit * SLOTS * WARP_SIZE;
             const Matrix& matrix = values ? call.v : call.k;
-            if (IN_ONE_BLOCK && !values)
-                block = __shfl_sync(WARP, now, units % WARP_SIZE);
-            const Place there = place_in(call, s, asked_for, block);
-            if (!values)
-                exist = exist << 1 | there.exists;
-            const elem* const first = row_of(matrix, there.slot, h_kv, there.t);
-            auto row = [&](int r, bool& exists) {
+            const elem* first[GROUPS];
+            bool there[GROUPS];
+#pragma unroll
+            for (int k = 0; k < GROUPS; k++) {
+                if (IN_ONE_BLOCK && !values)
+                    block[k] = __shfl_sync(WARP, now, groups % WARP_SIZE + k);
+                const Place place = place_in(call, s, asked_for + k * DEPTH, block[k]);
+                first[k] = row_of(matrix, place.slot, h_kv, place.t);
+                there[k] = place.exists;
+                if (!values)
+                    exist = exist << 1 | place.exists;
+            }
+            auto row = [&](int r, int k, bool& exists) {  // of group k
                 exists = asked_for + r < j_high;
-                if constexpr (PAGE % STEP == 0) {  // all are in one block, or there are no blocks
-                    exists = exists && there.exists;
-                    return first + r * matrix.row;
+                if constexpr (!PAGE || IN_ONE_BLOCK) {
+                    exists = exists && there[k];
+                    return first[k] + (r - k * DEPTH) * matrix.row;
                 }
                 const Place place = exists ? place_of(call, s, asked_for + r) : Place{0, 0, false};
                 exists = place.exists;
@@ -269,9 +286,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) fa2_few_rows(const __gr
         }
         if (values) {
             asked_for += TURN;
-            if (++units % WARP_SIZE == 0 && IN_ONE_BLOCK) {
+            groups += GROUPS;
+            if (IN_ONE_BLOCK && groups % WARP_SIZE == 0) {
                 now = next;
-                next = look_up(asked_for + (WARP_SIZE + lane) * TURN);
+                next = look_up(asked_for, WARP_SIZE, j_high);
             }
         }
         commit_group();
@@ -335,15 +353,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) fa2_few_rows(const __gr
         await_groups<UNITS - 2>();
         __syncwarp();  // K_j is there, and no lane reads the unit before any more
         ask_for(UNITS % 2 == 0, unit == 0 ? UNITS - 1 : unit - 1);
-        float S[M][2][4];
+        float S[M][2 * GROUPS][4];
 #pragma unroll
         for (int r = 0; r < M; r++)
             fill(S[r], 0.0f);
 #pragma unroll
         for (int x = 0; x < PIECES_D; x++) {
-            Piece K[2];
+            Piece K[2 * GROUPS];
 #pragma unroll
-            for (int n = 0; n < 2; n++)
+            for (int n = 0; n < 2 * GROUPS; n++)
                 K[n] = queue[unit * SLOTS * WARP_SIZE + key_slot(8 * n + g, 4 * x + t)];
 #pragma unroll
             for (int r = 0; r < M; r++) {
@@ -354,7 +372,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) fa2_few_rows(const __gr
 #pragma unroll
                 for (int y = 0; y < 4; y += 2)
 #pragma unroll
-                    for (int n = 0; n < 2; n++)
+                    for (int n = 0; n < 2 * GROUPS; n++)
                         multiply(S[r][n], {q[0].x[y], q[1].x[y], q[0].x[y + 1], q[1].x[y + 1]}, {K[n].x[y], K[n].x[y + 1]});
             }
         }
@@ -366,11 +384,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) fa2_few_rows(const __gr
         if constexpr (BAND)
             full = full && band_tile(call.band_lower, call.band_upper, 0, call.Tq, j0, j0 + STEP, s.offset) == FULL;
         if constexpr (PAGE)
-            full = full && IN_ONE_BLOCK && (exist >> ahead & 1);
+            full = full && IN_ONE_BLOCK && (exist >> ahead * GROUPS & ALL) == ALL;
 #pragma unroll
         for (int r = 0; r < M; r++)
 #pragma unroll
-            for (int n = 0; n < 8; n++) {
+            for (int n = 0; n < 8 * GROUPS; n++) {
                 float& x = S[r][n / 4][n % 4];
                 const int half = n % 4 / 2;
                 const long long j = j0 + 8 * (n / 4) + 2 * t + n % 2;
@@ -388,8 +406,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) fa2_few_rows(const __gr
         for (int r = 0; r < M; r++)
 #pragma unroll
             for (int half = 0; half < 2; half++) {
-                float* const x[2] = {&S[r][0][2 * half], &S[r][1][2 * half]};
-                float highest = larger(larger(x[0][0], x[0][1]), larger(x[1][0], x[1][1]));
+                float highest = S[r][0][2 * half];
+#pragma unroll
+                for (int n = 1; n < 4 * GROUPS; n++)
+                    highest = larger(highest, S[r][n / 2][2 * half + n % 2]);
                 highest = larger(m[r][half], maximum_of_lanes<4>(highest));
                 const float shift = highest == -INFINITE ? 0.0f : highest;
                 alpha[r][half] = exponential(m[r][half] - shift);
@@ -397,14 +417,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) fa2_few_rows(const __gr
                 m[r][half] = highest;
                 float total = 0;
 #pragma unroll
-                for (int n = 0; n < 2; n++)
-#pragma unroll
-                    for (int c = 0; c < 2; c++) {
-                        x[n][c] = exponential(x[n][c] - shift);
-                        total += x[n][c];
-                        if constexpr (DROPOUT)
-                            x[n][c] = kept(call, s.b, at[r][half].h, i[r][half], j0 + 8 * n + 2 * t + c) ? x[n][c] : 0.0f;
-                    }
+                for (int n = 0; n < 4 * GROUPS; n++) {
+                    float& x = S[r][n / 2][2 * half + n % 2];
+                    x = exponential(x - shift);
+                    total += x;
+                    if constexpr (DROPOUT)
+                        x = kept(call, s.b, at[r][half].h, i[r][half], j0 + 8 * (n / 2) + 2 * t + n % 2) ? x : 0.0f;
+                }
                 l[r][half] = l[r][half] * alpha[r][half] + total;
             }
 
@@ -423,25 +442,28 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) fa2_few_rows(const __gr
         await_groups<UNITS - 2>();
         __syncwarp();  // V_j is there, and no lane reads K_j any more
         ask_for(UNITS % 2 == 1, unit == 0 ? UNITS - 1 : unit - 1);
-        unsigned P[M][4];
 #pragma unroll
-        for (int r = 0; r < M; r++)
+        for (int k = 0; k < GROUPS; k++) {
+            unsigned P[M][4];
 #pragma unroll
-            for (int n = 0; n < 4; n++)
-                P[r][n] = word_of(S[r][n / 2][n % 2 * 2], S[r][n / 2][n % 2 * 2 + 1]);
+            for (int r = 0; r < M; r++)
 #pragma unroll
-        for (int x = 0; x < PIECES_V; x++) {
-            Piece V[4];
+                for (int n = 0; n < 4; n++)
+                    P[r][n] = word_of(S[r][2 * k + n / 2][n % 2 * 2], S[r][2 * k + n / 2][n % 2 * 2 + 1]);
 #pragma unroll
-            for (int n = 0; n < 4; n++)
-                V[n] = queue[unit * SLOTS * WARP_SIZE + value_slot(2 * t + n % 2 + 8 * (n / 2), 8 * x + g)];
+            for (int x = 0; x < PIECES_V; x++) {
+                Piece V[4];
 #pragma unroll
-            for (int n = 0; n < 8; n++) {  // column 64 x + 8 g + n of two keys each in a word
-                const unsigned halves = n % 2 ? 0x7632 : 0x5410;
-                const unsigned b[2] = {__byte_perm(V[0].x[n / 2], V[1].x[n / 2], halves), __byte_perm(V[2].x[n / 2], V[3].x[n / 2], halves)};
+                for (int n = 0; n < 4; n++)
+                    V[n] = queue[unit * SLOTS * WARP_SIZE + value_slot(DEPTH * k + 2 * t + n % 2 + 8 * (n / 2), 8 * x + g)];
 #pragma unroll
-                for (int r = 0; r < M; r++)
-                    multiply(O[r][x][n], P[r], b);
+                for (int n = 0; n < 8; n++) {  // column 64 x + 8 g + n of two keys each in a word
+                    const unsigned halves = n % 2 ? 0x7632 : 0x5410;
+                    const unsigned b[2] = {__byte_perm(V[0].x[n / 2], V[1].x[n / 2], halves), __byte_perm(V[2].x[n / 2], V[3].x[n / 2], halves)};
+#pragma unroll
+                    for (int r = 0; r < M; r++)
+                        multiply(O[r][x][n], P[r], b);
+                }
             }
         }
         unit = unit + 1 == UNITS ? 0 : unit + 1;
