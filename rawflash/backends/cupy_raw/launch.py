@@ -20,7 +20,7 @@ from rawflash.arrays import Target, capturing, hold, keep_for_graph
 from rawflash.backends.cupy_raw import compile
 from rawflash.errors import BackendError
 from rawflash.problem import FARTHEST, Operands, Problem
-from rawflash.tiling import DOUBLE, PIECES, SPLIT, Tiles, pitches
+from rawflash.tiling import DOUBLE, FEW_MMA, MMA_DEPTH, PIECES, SPLIT, Tiles, pitches
 
 try:
     from numpy.lib.array_utils import byte_bounds
@@ -119,6 +119,7 @@ def constants(problem: Problem, tiles: Tiles, *, aligned: bool, side_dtypes: dic
         "DV": problem.dv,
         "PAGE": problem.page,
         "TABLE_BYTES": table_bytes,
+        "HALVES": 1 if tiles.family == FEW_MMA and problem.group * problem.Tq <= MMA_DEPTH // 2 else 2,
         "DEPTH_D": blocks_of(problem.d, depth) * depth,
         "DEPTH_V": blocks_of(problem.dv, depth) * depth,
         "PITCH_D": to_d,

@@ -35,6 +35,7 @@ constexpr bool Q_ON_CHIP = M * PIECES_D > 4;  // where O leaves too few register
 constexpr int Q_BYTES = Q_ON_CHIP ? BR * PIECES_D * 32 * (int)sizeof(elem) : 0;
 constexpr int UNITS = (TILE_BYTES - Q_BYTES) / (WARPS * WARP_SIZE * SLOTS * VECTOR_BYTES);
 static_assert(UNITS >= 2 && TILE_BYTES >= WARPS * M * WARP_SIZE * (2 * 16 * 4 + 2 * 8), "what the queues need, and the end");
+static_assert(HALVES == 2 || M == 1, "rows of a product, of which the second eight may not exist");
 constexpr int MERGED = 4;  // neighbouring columns that a lane merges
 constexpr int MOST_PARTS = 64;
 constexpr unsigned ALL = (1u << GROUPS) - 1;
@@ -62,19 +63,6 @@ __device__ __forceinline__ void multiply(float (&c)[4], const unsigned (&a)[4], 
         multiply_float16(c, a, b);
 }
 
-// row[column ...] of COLUMNS numbers, zeros past them and of a row that does not exist; by the hardware on its own where it can.
-template <int COLUMNS> __device__ __forceinline__ void copy_piece(Piece* to, const elem* row, int column, bool exists)
-{
-    exists = exists && column < COLUMNS;
-    if constexpr (ALIGNED) {
-        copy_to_shared<VECTOR_BYTES>(to, exists ? row + column : row, exists);
-    } else {
-#pragma unroll
-        for (int n = 0; n < 8; n++)
-            ((elem*)to)[n] = exists && column + n < COLUMNS ? row[column + n] : elem(0);
-    }
-}
-
 // Where 16 bytes of a row lie in a unit: which they are of the row, K's and V's. Lanes that copy or read at once touch different banks.
 __device__ __forceinline__ int key_slot(int r, int x)
 {
@@ -87,21 +75,42 @@ __device__ __forceinline__ int value_slot(int r, int x)
     return (n * PIECES_V + x / 8) * WARP_SIZE + t * 8 + (x % 8 ^ 2 * t);
 }
 
-// A unit: rows of COLUMNS numbers, COUNT times 16 bytes each.
-template <int COLUMNS, int COUNT, class Row, class Slot> __device__ __forceinline__ void copy_rows(const Row& row, const Slot& slot)
-{
-    constexpr int TOGETHER = COUNT % 8 == 0 ? 8 : 4;  // neighbouring lanes that copy neighbours
-    const int lane = threadIdx.x % WARP_SIZE;
+// Copies of a unit whose rows have COLUMNS numbers, COUNT times 16 bytes. TOGETHER neighbouring lanes copy neighbours; a lane then goes on ROWS
+// rows and TOGETHER pieces at a time. Where its pieces lie depends on the lane in two ways only, in turn: these are its `places`.
+template <int COLUMNS, int COUNT> struct Copies {
+    static constexpr int TOGETHER = COUNT % 8 == 0 ? 8 : 4, ROWS = WARP_SIZE / TOGETHER;
+    int row, piece, places[2];
+
+    template <class Slot> __device__ __forceinline__ Copies(const Slot& slot)
+        : row(threadIdx.x % WARP_SIZE / TOGETHER), piece(threadIdx.x % TOGETHER)
+    {
 #pragma unroll
-    for (int n = 0; n < STEP; n += WARP_SIZE / TOGETHER) {
-        const int r = n + lane / TOGETHER;
-        bool exists;
-        const elem* const from = row(r, n / DEPTH, exists);
-#pragma unroll
-        for (int x = lane % TOGETHER; x < COUNT; x += TOGETHER)
-            copy_piece<COLUMNS>(slot(r, x), from, 8 * x, exists);
+        for (int n = 0; n < 2; n++)
+            places[n] = TOGETHER == 8 ? slot(4 * n + row, piece) : slot(row, 4 * n + piece);
     }
-}
+
+    // from(n, exists): where row n + this->row begins.
+    template <class Slot, class From> __device__ __forceinline__ void begin(Piece* to, const Slot& slot, const From& from) const
+    {
+#pragma unroll
+        for (int n = 0; n < STEP; n += ROWS) {
+            bool exists;
+            const elem* const source = from(n, exists) + 8 * piece;
+#pragma unroll
+            for (int x = 0; x < COUNT; x += TOGETHER) {
+                Piece* const target = to + places[TOGETHER == 8 ? n / 4 % 2 : x / 4 % 2] + slot(n / 8 * 8, x / 8 * 8);
+                const int column = 8 * (x + piece);
+                if constexpr (ALIGNED) {
+                    copy_to_shared<VECTOR_BYTES>(target, source + 8 * x, exists && (COLUMNS == 8 * COUNT || column < COLUMNS));
+                } else {
+#pragma unroll
+                    for (int e = 0; e < 8; e++)
+                        ((elem*)target)[e] = exists && column + e < COLUMNS ? source[8 * x + e] : elem(0);
+                }
+            }
+        }
+    }
+};
 
 // The keys that any row sees but for the mask, from the start of a step.
 __device__ __forceinline__ void seen_keys(const Call& call, const Sequence& s, long long& j_low, long long& j_high)
@@ -251,6 +260,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) fa2_few_rows(const __gr
         now = asked_for == guess ? guessed : look_up(asked_for, 0, j_high);
         next = look_up(asked_for, WARP_SIZE, j_high);
     }
+    const Copies<D, 4 * PIECES_D> of_K(key_slot);
+    const Copies<DV, 8 * PIECES_V> of_V(value_slot);
     int groups = 0;  // of K that were asked for
     unsigned exist = 0;  // a bit for each of them: does its block exist? The last one's is the lowest
     auto ask_for = [&](bool values, int unit) {
@@ -269,20 +280,21 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) fa2_few_rows(const __gr
                 if (!values)
                     exist = exist << 1 | place.exists;
             }
-            auto row = [&](int r, int k, bool& exists) {  // of group k
-                exists = asked_for + r < j_high;
+            const int left = (int)least(j_high - asked_for, STEP);
+            auto from = [&](int n, int row, bool& exists) {
+                exists = n + row < left;
                 if constexpr (!PAGE || IN_ONE_BLOCK) {
-                    exists = exists && there[k];
-                    return first[k] + (r - k * DEPTH) * matrix.row;
+                    exists = exists && there[n / DEPTH];
+                    return first[n / DEPTH] + (n % DEPTH + row) * matrix.row;
                 }
-                const Place place = exists ? place_of(call, s, asked_for + r) : Place{0, 0, false};
+                const Place place = exists ? place_of(call, s, asked_for + n + row) : Place{0, 0, false};
                 exists = place.exists;
                 return (const elem*)row_of(matrix, place.slot, h_kv, place.t);
             };
             if (values)
-                copy_rows<DV, 8 * PIECES_V>(row, [&](int r, int x) { return to + value_slot(r, x); });
+                of_V.begin(to, value_slot, [&](int n, bool& exists) { return from(n, of_V.row, exists); });
             else
-                copy_rows<D, 4 * PIECES_D>(row, [&](int r, int x) { return to + key_slot(r, x); });
+                of_K.begin(to, key_slot, [&](int n, bool& exists) { return from(n, of_K.row, exists); });
         }
         if (values) {
             asked_for += TURN;
@@ -299,16 +311,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) fa2_few_rows(const __gr
         ask_for(unit % 2, unit);
 
     // Load Q, whose rows are those of several heads
-    Head at[M][2];
-    long long i[M][2];
-    bool exists[M][2];
-    Piece Q[M][2][Q_ON_CHIP ? 1 : PIECES_D];
+    Head at[M][HALVES];
+    long long i[M][HALVES];
+    bool exists[M][HALVES];
+    Piece Q[M][HALVES][Q_ON_CHIP ? 1 : PIECES_D];
     Piece* const Q_tile = (Piece*)(on_chip + TILE_BYTES - Q_BYTES) + lane;
     auto q_slot = [](int r, int half, int x) { return ((r * 2 + half) * PIECES_D + x) * WARP_SIZE; };
 #pragma unroll
     for (int r = 0; r < M; r++)
 #pragma unroll
-        for (int half = 0; half < 2; half++) {
+        for (int half = 0; half < HALVES; half++) {
             const long long row = (long long)(blockIdx.x % call.blocks) * BR + 16 * r + 8 * half + g;
             exists[r][half] = row < group * call.Tq;
             i[r][half] = exists[r][half] ? row % call.Tq : 0;
@@ -337,14 +349,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) fa2_few_rows(const __gr
     if constexpr (Q_ON_CHIP)
         __syncthreads();  // Q is there
 
-    float O[M][PIECES_V][8][4], m[M][2], l[M][2];
+    float O[M][PIECES_V][8][4], m[M][HALVES], l[M][HALVES];
 #pragma unroll
     for (int r = 0; r < M; r++) {
 #pragma unroll
         for (int x = 0; x < PIECES_V; x++)
             fill(O[r][x], 0.0f);
-        m[r][0] = m[r][1] = -INFINITE;
-        l[r][0] = l[r][1] = 0;
+#pragma unroll
+        for (int half = 0; half < HALVES; half++)
+            m[r][half] = -INFINITE, l[r][half] = 0;
     }
 
     int unit = 0;
@@ -365,9 +378,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) fa2_few_rows(const __gr
                 K[n] = queue[unit * SLOTS * WARP_SIZE + key_slot(8 * n + g, 4 * x + t)];
 #pragma unroll
             for (int r = 0; r < M; r++) {
-                Piece q[2];
+                Piece q[2] = {};
 #pragma unroll
-                for (int half = 0; half < 2; half++)
+                for (int half = 0; half < HALVES; half++)
                     q[half] = Q_ON_CHIP ? Q_tile[q_slot(r, half, x)] : Q[r][half][Q_ON_CHIP ? 0 : x];
 #pragma unroll
                 for (int y = 0; y < 4; y += 2)
@@ -391,6 +404,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) fa2_few_rows(const __gr
             for (int n = 0; n < 8 * GROUPS; n++) {
                 float& x = S[r][n / 4][n % 4];
                 const int half = n % 4 / 2;
+                if (half >= HALVES)  // no such rows: 0, as the products are
+                    continue;
                 const long long j = j0 + 8 * (n / 4) + 2 * t + n % 2;
                 float unused;
                 if (full || (j < j_high && visible(call, at[r][half], i[r][half], j)))
@@ -400,12 +415,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) fa2_few_rows(const __gr
             }
 
         // m_new = max(m, rowmax(S)); P = exp(S - m_new); l = alpha l + rowsum(P)
-        float alpha[M][2];
+        float alpha[M][HALVES];
         bool same = true;
 #pragma unroll
         for (int r = 0; r < M; r++)
 #pragma unroll
-            for (int half = 0; half < 2; half++) {
+            for (int half = 0; half < HALVES; half++) {
                 float highest = S[r][0][2 * half];
 #pragma unroll
                 for (int n = 1; n < 4 * GROUPS; n++)
@@ -436,7 +451,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) fa2_few_rows(const __gr
 #pragma unroll
                     for (int n = 0; n < 8; n++)
 #pragma unroll
-                        for (int c = 0; c < 4; c++)
+                        for (int c = 0; c < 2 * HALVES; c++)
                             O[r][x][n][c] *= alpha[r][c / 2];
         }
         await_groups<UNITS - 2>();
@@ -480,7 +495,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) fa2_few_rows(const __gr
 #pragma unroll
         for (int r = 0; r < M; r++)
 #pragma unroll
-            for (int half = 0; half < 2; half++) {
+            for (int half = 0; half < HALVES; half++) {
 #pragma unroll
                 for (int c = 0; c < 4; c++) {  // columns 64 x + 16 t + 4 c ... of the row
                     Four some;
@@ -496,7 +511,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) fa2_few_rows(const __gr
 #pragma unroll
         for (int r = 0; r < M; r++)
 #pragma unroll
-            for (int half = 0; half < 2; half++) {
+            for (int half = 0; half < HALVES; half++) {
                 const int c = warp % 4, column = 64 * x + 16 * t + MERGED * c;
                 if (warp / 4 != half || !exists[r][half])
                     continue;
