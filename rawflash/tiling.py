@@ -64,10 +64,10 @@ FEW_PART = 1024  # keys that a part of them has at least
 FEW_PIECES = 128  # parts of all K/V heads together: enough for threads to end together
 FEW_MMA = "few rows, mma"  # family of cupy_raw's fa2 forward pass for few queries in 16 bits (cuda/fa2_few_rows.cu)
 FEW_MMA_QUERIES = 16  # of a head
-FEW_MMA_WARPS = 8  # of a block of threads
+FEW_MMA_WARPS = 8  # of a block of threads, of which a multiprocessor has one
 FEW_MMA_ROWS = 32  # of a block, where accumulators leave registers for more than one product's
 FEW_MMA_WIDE = 128  # head dimension up to which they do
-FEW_MMA_NARROW, FEW_MMA_STEPS = 64, (32, 16)  # keys that a warp takes at a time, up to this head dimension and beyond
+FEW_MMA_NARROW, FEW_MMA_STEPS = 64, (16, 16)  # keys that a warp takes at a time, up to this head dimension and beyond
 FEW_MMA_QUEUE = 64 << 10  # bytes of K and V on their way: more gains nothing
 FEW_MMA_UNITS = 3  # of it, at least
 FEW_MMA_REGISTERS = 16 * 128  # numbers of Q that a block keeps in registers
@@ -437,13 +437,14 @@ def _few_mma(problem: Problem, chip: Chip) -> Tiles | None:
     fixed = sum(tile.bytes for tile in resident(0) if tile.where == ON_CHIP)
     unit = resident(1)[0].bytes
     merged = FEW_MMA_WARPS * br * (64 + 2 * 4) * 4  # 64 columns of O of all warps, and m and l of a row's four lanes
-    units = min((limit - fixed) // unit, max(FEW_MMA_QUEUE // unit, FEW_MMA_UNITS, -(-(merged - fixed) // unit)))
+    wanted = max(FEW_MMA_QUEUE // unit, FEW_MMA_UNITS, -(-(merged - fixed) // unit))
+    units = min((limit - fixed) // unit, wanted)
     if units < 2 or fixed + units * unit < merged:
         return None
     pieces = problem.B * problem.Hkv * -(-rows // br)
     turns, processors = -(-problem.Tk // turn), chip.processors or 0
     parts, best = 1, math.inf
-    for n in range(1, min(PART_MOST, max(processors * 4 // max(pieces, 1), 1), max(turns // 2, 1)) + 1):
+    for n in range(1, min(PART_MOST, max(4 * processors // max(pieces, 1), 1), max(turns // 2, 1)) + 1):
         waves = -(-pieces * n // max(processors, 1))
         cost = waves * (-(-turns // n) + FEW_MMA_START) + (FEW_MMA_MERGE if n > 1 else 0)
         if cost < best:

@@ -26,12 +26,15 @@ __device__ __forceinline__ float exp2_approximately(float x)
 }
 
 // Copies of 4, 8 or 16 bytes into shared memory that the hardware does on its own (sm_80 and later); zeros where the source does not exist.
-template <int BYTES> __device__ __forceinline__ void copy_to_shared(void* to, const void* from, bool exists)
+// LINE: the other lanes of the warp copy the rest of the 128 bytes, which L2 had better ask for at once.
+template <int BYTES, bool LINE = false> __device__ __forceinline__ void copy_to_shared(void* to, const void* from, bool exists)
 {
 #if __CUDA_ARCH__ >= 800
     const unsigned shared = (unsigned)__cvta_generic_to_shared(to);
     const int bytes = exists ? BYTES : 0;
-    if constexpr (BYTES == 16)
+    if constexpr (BYTES == 16 && LINE)
+        asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(shared), "l"(from), "r"(bytes) : "memory");
+    else if constexpr (BYTES == 16)
         asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared), "l"(from), "r"(bytes) : "memory");
     else
         asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(shared), "l"(from), "n"(BYTES), "r"(bytes) : "memory");
