@@ -538,6 +538,11 @@ class Decode:
                     cache[b if table is None else table[b, j // rows], :, :n] = keys[b, :, j : j + n]
         return (*map(self.turned, caches), table)
 
+    def newest(self, n):
+        """``k_new`` and ``v_new``: the last ``n`` keys of each sequence."""
+        at = (self.kv_lengths[:, None] - n + np.arange(n))[:, None, :, None]
+        return [self.turned(np.take_along_axis(x, at, axis=2)) for x in (self.k, self.v)]
+
     def forward(self, order=0, **more):
         """``(out, lse)`` by `rawflash`; ``more`` overrides options."""
         k_cache, v_cache, table = self.caches(order)

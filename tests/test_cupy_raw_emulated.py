@@ -13,7 +13,8 @@ import emulator
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
-from strategies import DTYPES, decode_problems, fill, problems, restride, varlen_problems
+from strategies import DTYPES, decode_problems, problems, restride, varlen_problems
+from test_decode import ENTRIES, check_entries
 from test_decode import make as decode
 from test_forward import AWKWARD, awkward, make
 from tolerances import assert_close
@@ -376,46 +377,12 @@ def test_blocks_outside_the_cache_are_not_read(dtype, device_by_name):
     assert not np.asarray(out)[2].any() and np.isneginf(np.asarray(lse)[2]).all()
 
 
-ENTRIES = {
-    "all fit": ([3, 0], [[4, 1, 2], [0, 5, 3]]),
-    "just outside": ([-1, 3, 10, 3], [[0, 4, 3], [1, -1, 4], [4, 3, 2], [5, 6, 4]]),
-    "to the end": ([9, 9], [[4, 1, 2], [0, 5, 3]]),
-    "past the end": ([10, 11], [[4, 1, 2], [0, 5, 3]]),
-    "far past the end": ([2**31 - 1, 12], [[4, 1, 2], [0, 5, 3]]),
-    "before the start": ([-1, -(2**31)], [[4, 1, 2], [0, 5, 3]]),
-    "blocks outside": ([3, 7], [[6, -1, 2], [0, 2**31 - 1, 3]]),
-}
-
-
 @pytest.mark.parametrize("paged", [True, False])
 @pytest.mark.parametrize("width", [np.int32, np.int64])
 @pytest.mark.parametrize("name", ENTRIES)
 def test_appends_with_tables_on_the_device(name, width, paged, device_by_name):
-    """What fits is written, and nothing else: in all other rows, between them and around the caches is NaN."""
-    n = list(ENTRIES).index(name)
-    dtype, (lengths, blocks) = DTYPES[names[n % len(names)]], ENTRIES[name]
-    if width is np.int64:  # near the limits of the sums that a kernel could make of them
-        lengths = [x if abs(x) < 2**30 else (2**63 - 1) * (1 if x > 0 else -1) for x in lengths]
-    homes = [np.full((9, 4, 15, w), np.nan, dtype) for w in (20, 8)]
-    B, (count, rows) = len(lengths), (6, 4) if paged else (len(lengths), 12)
-    caches = [home[1 : 1 + count, 1:3, 2 : 2 + rows, 3:-1] for home in homes]
-    new = [fill(np.random.default_rng(n), (B, 2, 3, cache.shape[-1]), "normal", dtype) for cache in caches]
-    expected = [home.copy() for home in homes]
-    for home, x in zip(expected, new, strict=True):
-        for b, t in np.ndindex(B, 3):
-            j = lengths[b] + t
-            if 0 <= j < 12:
-                block, row = (blocks[b][j // 4], j % 4) if paged else (b, j)
-                if 0 <= block < count:
-                    home[1 + block, 1:3, 2 + row, 3:-1] = x[b, :, t]
-    tables = [emulator.to_device(np.array(x, width)) for x in ((lengths, blocks) if paged else (lengths,))]
-    moved = [emulator.to_device(x) for x in (*caches, *new)]
-    rf.append_kv(*moved, *tables)
-    for home, want in zip(homes, expected, strict=True):
-        assert home.tobytes() == want.tobytes()
-    assert tables[0].tolist() == lengths
-    fits = {"all fit": 6, "to the end": 6, "past the end": 3, "far past the end": 0, "before the start": 2}
-    assert name not in fits or sum((~np.isnan(home)).any(-1).sum() for home in homes) == 4 * fits[name]  # K, V
+    dtype = names[list(ENTRIES).index(name) % len(names)]
+    check_entries(name, width, paged, dtype, lambda a: emulator.to_device(a.copy()), np.asarray)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -425,8 +392,7 @@ def test_appends_of_any_strides(d, dv, view, dtype, device_by_name):
     """Rows of whole 16 bytes are moved so; any others by their elements. Tables of the host."""
     case = decode(d=d, dv=dv, dtype=dtype, lengths=(13, 9), Tq=0)
     *caches, blocks = case.caches(filled=[6, 2])
-    new = [np.stack([x[0, :, 6:13], x[1, :, 2:9]]) for x in (case.k, case.v)]
-    caches, new = ([emulator.to_device(restride(x, view)) for x in both] for both in (caches, new))
+    caches, new = ([emulator.to_device(restride(x, view)) for x in both] for both in (caches, case.newest(7)))
     for _ in range(2):
         rf.append_kv(*caches, *new, [6, 2], blocks)
     assert len(problem._MEMO) == 1
@@ -441,8 +407,7 @@ def test_appends_of_nothing_and_of_much(B, Tn, device_by_name, monkeypatch):
     monkeypatch.setattr(append_kv, "MOST_STRIDING", 3)
     case = decode(B=B, lengths=(350,) * B, page=50)
     *caches, blocks = case.caches(filled=[350 - Tn] * B)
-    new = [x[:, :, 350 - Tn :] for x in (case.k, case.v)]
-    rf.append_kv(*map(emulator.to_device, (*caches, *new)), [350 - Tn] * B, blocks)
+    rf.append_kv(*map(emulator.to_device, (*caches, *case.newest(Tn))), [350 - Tn] * B, blocks)
     for cache, want in zip(caches, case.caches()[:2], strict=True):
         assert cache.tobytes() == want.tobytes()
 

@@ -128,11 +128,8 @@ def same_bits(a, b):
 def appends(draw, **sizes):
     """``(case, new, before)``: a `Decode`, keys and values that end its sequences, and their lengths without those."""
     case = draw(decode_problems(max_rows=0, **sizes))
-    B, Hkv, Tk, _ = case.k.shape
     Tn = draw(st.integers(0, int(case.kv_lengths.min(initial=5))))
-    before = case.kv_lengths - Tn
-    at = (before[:, None] + np.arange(Tn))[:, None, :, None]
-    return case, [case.turned(np.take_along_axis(x, at, axis=2)) for x in (case.k, case.v)], before
+    return case, case.newest(Tn), case.kv_lengths - Tn
 
 
 @given(appends(max_length=20))
@@ -152,9 +149,7 @@ def test_caches_of_any_strides(view, paged, rng):
     """Only those elements are written: what lies between them is NaN, and stays that."""
     case = make(page=4 * paged, lengths=(7, 5), dtype="float64")
     *caches, table = case.caches(filled=[4, 2])
-    new = [x[:, :, 2:5].copy() for x in (case.k, case.v)]
-    for x, old in zip(new, (case.k, case.v), strict=True):
-        x[0] = old[0, :, 4:7]
+    new = case.newest(3)
     caches = [restride(cache, view) for cache in caches]
     homes = [cache if cache.base is None else cache.base for cache in caches]
     nans = [np.isnan(home).sum() for home in homes]
@@ -175,7 +170,7 @@ def test_tensors(dtype):
 
     case = make(dtype=dtype, lengths=(6, 6))
     *caches, table = case.caches(filled=[4, 4])
-    new = [tensor(np.ascontiguousarray(x[:, :, 4:])) for x in (case.k, case.v)]
+    new = map(tensor, case.newest(2))
     tensors = list(map(tensor, caches))
     rf.append_kv(*tensors, *new, torch.tensor([4, 4]), torch.tensor(table))
     assert all(same_bits(a, b) for a, b in zip(caches, case.caches()[:2], strict=True))
@@ -196,6 +191,44 @@ def test_other_buffers():
     np.testing.assert_array_equal(np.asarray(cache), expected)
     with pytest.raises(rf.ProblemError, match="k_cache is read-only"):
         rf.append_kv(memoryview(bytes(memory)).cast("d", (2, 1, 3, 4)), cache, new, new, [0, 0])
+
+
+ENTRIES = {
+    "all fit": ([3, 0], [[4, 1, 2], [0, 5, 3]]),
+    "just outside": ([-1, 3, 10, 3], [[0, 4, 3], [1, -1, 4], [4, 3, 2], [5, 6, 4]]),
+    "to the end": ([9, 9], [[4, 1, 2], [0, 5, 3]]),
+    "past the end": ([10, 11], [[4, 1, 2], [0, 5, 3]]),
+    "far past the end": ([2**31 - 1, 12], [[4, 1, 2], [0, 5, 3]]),
+    "before the start": ([-1, -(2**31)], [[4, 1, 2], [0, 5, 3]]),
+    "blocks outside": ([3, 7], [[6, -1, 2], [0, 2**31 - 1, 3]]),
+}  # lengths and tables that only a GPU knows
+
+
+def check_entries(name, width, paged, dtype, move, host):
+    """An append there: what fits is written, and nothing else, in the caches, between their rows and around them."""
+    lengths, blocks = ENTRIES[name]
+    if width is np.int64:  # near the limits of the sums that a kernel could make of them
+        lengths = [x if abs(x) < 2**30 else (2**63 - 1) * (1 if x > 0 else -1) for x in lengths]
+    B, (count, rows) = len(lengths), (6, 4) if paged else (len(lengths), 12)
+    expected = [np.full((9, 4, 15, w), np.nan, DTYPES[dtype]) for w in (20, 8)]
+    homes = [move(home) for home in expected]
+    caches = [home[1 : 1 + count, 1:3, 2 : 2 + rows, 3:-1] for home in homes]
+    new = [fill(np.random.default_rng(1), (B, 2, 3, n), "normal", DTYPES[dtype]) for n in (16, 4)]
+    expected = [home.copy() for home in expected]
+    for home, x in zip(expected, new, strict=True):
+        for b, t in np.ndindex(B, 3):
+            j = lengths[b] + t
+            if 0 <= j < 12:
+                block, row = (blocks[b][j // 4], j % 4) if paged else (b, j)
+                if 0 <= block < count:
+                    home[1 + block, 1:3, 2 + row, 3:-1] = x[b, :, t]
+    tables = [move(np.array(x, width)) for x in ((lengths, blocks) if paged else (lengths,))]
+    rf.append_kv(*caches, *map(move, new), *tables)
+    for home, want in zip(homes, expected, strict=True):
+        assert same_bits(host(home), want)
+    assert host(tables[0]).tolist() == lengths
+    fit = {"all fit": 6, "to the end": 6, "past the end": 3, "far past the end": 0, "before the start": 2}
+    assert name not in fit or sum((~np.isnan(home)).any(-1).sum() for home in expected) == 4 * fit[name]  # K, V
 
 
 # ---- laws --------------------------------------------------------------------------------------------
@@ -221,11 +254,9 @@ def test_steps_are_the_whole(name, page, layout, backend):
     *caches, table = case.caches(filled=start)
     lengths, made = start.copy(), []
     for n in steps:
-        keys = (lengths[:, None] + np.arange(n))[:, None, :, None]
-        k, v = (case.turned(np.take_along_axis(x, keys, axis=2)) for x in (case.k, case.v))
-        done = lengths[0]
-        q = case.turned(case.q[:, :, done : done + n])
-        rf.append_kv(*caches, k, v, lengths, table, layout=layout)
+        q = case.turned(case.q[:, :, lengths[0] : lengths[0] + n])
+        new = Decode(**vars(case) | {"kv_lengths": lengths + n}).newest(n)
+        rf.append_kv(*caches, *new, lengths, table, layout=layout)
         lengths += n
         run = dict(layout=layout, backend=backend, return_lse=True)
         made.append(rf.attention_decode(q, *caches, lengths, table, **options, **run))
