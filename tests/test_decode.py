@@ -14,12 +14,11 @@ from tolerances import assert_close
 import rawflash as rf
 
 BACKENDS = ("numba_cpu", "numpy_tiled")
-WIDE = ("float32", "float64")
 
 
 def backends_for(case):
-    """numba_cpu has kernels of its own for each dtype; other files run those for 16 bits."""
-    return BACKENDS if case.q.dtype.name in WIDE else BACKENDS[1:]
+    """numba_cpu has kernels of its own for each dtype, which take long to compile: one is enough here."""
+    return BACKENDS if case.q.dtype.name == "float32" else BACKENDS[1:]
 
 
 def assert_results_close(results, reference):
@@ -30,7 +29,7 @@ def assert_results_close(results, reference):
 # ---- against the oracle ------------------------------------------------------------------------------
 
 
-@settings(max_examples=drawn(150))
+@settings(max_examples=drawn(40))
 @given(decode_problems())
 def test_drawn_problems(case):
     reference, lengths = case.reference(), case.kv_lengths.copy()
@@ -42,8 +41,7 @@ def test_drawn_problems(case):
     np.testing.assert_array_equal(case.kv_lengths, lengths)
 
 
-@settings(max_examples=drawn(60))
-@given(decode_problems(pages=(1, 2, 3, 5, 17), dtypes=WIDE))
+@given(decode_problems(pages=(1, 2, 3, 5, 17), dtypes=("float32",)))
 def test_bits_do_not_depend_on_the_blocks(case):
     """Any order of the blocks, and no blocks at all."""
     for backend in BACKENDS:
@@ -88,7 +86,7 @@ def test_edges(name, paged):
 
 def test_sequences_may_share_blocks(rng):
     """A prefix that several sequences have in common is there once; two caches may also be one."""
-    q, pool = rng.standard_normal((3, 2, 1, 8)), rng.standard_normal((5, 2, 4, 8))
+    q, pool = (rng.standard_normal(shape).astype(np.float32) for shape in ((3, 2, 1, 8), (5, 2, 4, 8)))
     table = np.array([[3, 1], [3, 0], [3, -1]])
     lengths = np.array([7, 6, 4])
     keys = np.stack([np.concatenate(pool[[3, n]], axis=1) for n in (1, 0, 0)])
@@ -237,7 +235,7 @@ GENERATION = {
     "plain": dict(),
     "window": dict(window=(4, None)),
     "alibi, softcap": dict(alibi_slopes=np.array([0.5, 0.1, 0.01, 0.0]), softcap=3.0),
-    "sinks": dict(sinks=np.array([0.5, -1.0, 2.0, -np.inf])),
+    "sinks": dict(sinks=np.array([0.5, -1.0, 2.0, -np.inf], np.float32)),
 }
 
 
@@ -249,8 +247,8 @@ def test_steps_are_the_whole(name, page, layout, backend):
     """Key by key, or some at a time, from caches of different lengths: each step is some rows of causal attention."""
     start, steps = np.array([0, 3]), (5, 1, 1, 1, 4, 1)
     total = start + sum(steps)
-    options = GENERATION[name] | dict(causal=True)
-    case = make(Tq=sum(steps), lengths=total, page=page, layout=layout, dtype="float64", **options)
+    options, dtype = GENERATION[name] | dict(causal=True), "float32" if backend == "numba_cpu" else "float64"
+    case = make(Tq=sum(steps), lengths=total, page=page, layout=layout, dtype=dtype, **options)
     *caches, table = case.caches(filled=start)
     lengths, made = start.copy(), []
     for n in steps:
@@ -266,8 +264,7 @@ def test_steps_are_the_whole(name, page, layout, backend):
     assert all(same_bits(a, b) for a, b in zip(caches, case.caches()[:2], strict=True))
 
 
-@settings(max_examples=drawn(60))
-@given(appends(dtypes=WIDE, max_length=40), st.integers(1, 3))
+@given(appends(dtypes=("float32", "float64"), max_length=40), st.integers(1, 3))
 def test_append_then_decode_is_attention_over_all_keys(drawn, rows):
     case, new, before = drawn
     *caches, table = case.caches(filled=before)
@@ -275,7 +272,7 @@ def test_append_then_decode_is_attention_over_all_keys(drawn, rows):
     case.q = fill(np.random.default_rng(5), (*case.q.shape[:2], rows, case.q.shape[3]), "normal", case.q.dtype)
     case.options.pop("q_offset", None)
     reference = case.reference()
-    for backend in BACKENDS:
+    for backend in backends_for(case):
         options = case.options | dict(return_lse=True, layout=case.layout, backend=backend)
         q = case.turned(case.q)
         assert_results_close(rf.attention_decode(q, *caches, case.kv_lengths, table, **options), reference)
@@ -312,10 +309,10 @@ def read_only(array):
     return array
 
 
-def repeated(axis):
-    """An array whose entries along an axis are all the same memory, and writable."""
+def restrided(axis, stride):
+    """The same array with another stride, in bytes, along an axis; still writable."""
     return lambda a: np.lib.stride_tricks.as_strided(
-        a, a.shape, [0 if n == axis else stride for n, stride in enumerate(a.strides)]
+        a, a.shape, [stride if n == axis else old for n, old in enumerate(a.strides)]
     )
 
 
@@ -391,8 +388,11 @@ WRONG = {
     "read-only keys": (True, appending(k_cache=read_only), "k_cache is read-only; expected a writable array"),
     "read-only values": (False, appending(v_cache=read_only), "v_cache is read-only; expected a writable array"),
     "one row for all": (
-        False, appending(v_cache=repeated(2)),
-        r"v_cache has strides .*; expected each of its elements"),
+        False, appending(v_cache=restrided(2, 0)),
+        "v_cache has strides .*; expected each of its elements"),
+    "rows that overlap": (
+        False, appending(k_cache=restrided(2, 56)),
+        "k_cache has strides .* 56, 8.*; expected each of its elements"),
     "mask": (
         True, decoding(mask=np.ones((1, 12), bool)),
         "mask is not an option of attention_decode; expected it in a call"),
