@@ -561,10 +561,10 @@ def _check(
         varlen = cu_seqlens_q is not None or cu_seqlens_k is not None
     if backward:
         check_forward_only(options)
-    for name in options:
-        if varlen and name in _NOT_VARLEN and options[name] is not None:
+    for name, value in options.items():
+        if varlen and name in _NOT_VARLEN and value is not None:
             raise ProblemError(f"{name} is not accepted with cu_seqlens; expected None")
-        if decode and name in _NOT_DECODE and options[name]:
+        if decode and name in _NOT_DECODE and value is not None and not (type(value) in (int, float) and value == 0):
             raise ProblemError(f"{name} is not an option of attention_decode; expected it in a call of attention")
     k_name, v_name = (_called(name, decode) for name in ("k", "v"))
 

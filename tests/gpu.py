@@ -6,6 +6,8 @@ from dataclasses import replace
 
 import numpy as np
 
+import rawflash as rf
+
 try:
     from numpy.lib.array_utils import byte_bounds
 except ImportError:  # NumPy 1
@@ -88,3 +90,18 @@ def on_gpu(case, kind="cupy", small_on_device=False):
     moved = {name: to_kind(getattr(case, name), kind) for name in ("q", "k", "v", "dout")}
     dlse = None if case.dlse is None else to_kind(case.dlse, kind)
     return replace(case, **moved, dlse=dlse, options=options, cu_seqlens=cu_seqlens)
+
+
+def append_and_decode(case, n=0, kind="cupy", small_on_device=False, **options):
+    """``(out, lse, k_cache, v_cache)`` of a `Decode`, the last ``n`` keys of each sequence appended first."""
+    *caches, table = case.caches(order=2, filled=case.kv_lengths - n)
+    before, lengths = case.kv_lengths - n, case.kv_lengths
+    if small_on_device:
+        before, lengths = to_kind(before, kind), to_kind(lengths, kind)
+        table = None if table is None else to_kind(table, kind)
+    caches = [to_kind(cache, kind) for cache in caches]
+    if n:
+        rf.append_kv(*caches, *(to_kind(x, kind) for x in case.newest(n)), before, table, layout=case.layout)
+    options = case.options | options | {"layout": case.layout, "return_lse": True}
+    options |= {name: to_kind(options[name], kind) for name in _DEVICE_OPTIONS if name in options}
+    return *rf.attention_decode(to_kind(case.turned(case.q), kind), *caches, lengths, table, **options), *caches

@@ -33,7 +33,9 @@ from pathlib import Path
 
 import gpu_record
 import numpy as np
-from gpu import _EITHER, ALGORITHMS, on_gpu, to_host
+from gpu import _EITHER, ALGORITHMS, append_and_decode, on_gpu, to_host
+from strategies import Decode
+from test_decode import make as decode
 from test_forward import half_visible, make, normal
 
 from rawflash import masks as M
@@ -59,7 +61,8 @@ PLACES = ("/usr/local/cuda*/bin", "/usr/local/cuda*/compute-sanitizer", "/opt/nv
 SUMMARY = re.compile(r"(?:ERROR SUMMARY: (\d+) error|RACECHECK SUMMARY: (\d+) hazard)")
 RAN = "what ran: "
 PYTHON = ("tall, causal", "lengths", "bias by row", "mask", "everything, deterministic", "long", "float16, tall",
-          "bfloat16, tall", "float64, tall", "float16, packed")  # calls of numba_cuda, which takes seconds a kernel
+          "bfloat16, tall", "float64, tall", "float16, packed",
+          "decode, blocks")  # calls of numba_cuda, which takes seconds a kernel
 KERNEL = re.compile(r"__global__ void (?:__launch_bounds__\([^)]*\) )?(\w+)\(")
 # Largest difference from numpy_tiled in the same dtype, as part of the largest number of the result
 LOOSE = {"float16": 2e-2, "bfloat16": 1e-1, "float32": 1e-4, "float64": 1e-10}
@@ -69,7 +72,7 @@ LOOSE = {"float16": 2e-2, "bfloat16": 1e-1, "float32": 1e-4, "float64": 1e-10}
 
 
 def cases():
-    """Calls that reach every branch: name -> a `Case` with arrays on the host."""
+    """Calls that reach every branch: name -> a `Case` or a `Decode` with arrays on the host."""
     Tq, Tk = 33, 47
     odd = dict(Tq=Tq, Tk=Tk, d=20)
     tall = dict(B=1, Hq=4, Hkv=2, Tq=200, Tk=230, d=64)  # several tiles each way
@@ -111,6 +114,10 @@ def cases():
     for dtype in ("float32", "float16"):
         packed = make(lead=(), Hq=4, Hkv=2, **odd, dtype=dtype, causal=True, sinks=normal(4))
         made[f"{dtype}, packed"] = replace(packed, cu_seqlens=starts)
+    few = dict(Hq=8, B=3, d=64, dv=64, lengths=(300, 31, 150), causal=True)
+    made["decode"] = decode(**few, page=0, dtype="bfloat16")
+    made["decode, blocks"] = decode(**few, Tq=3, page=16, dtype="float16")
+    made["decode, odd dimensions"] = decode(Tq=2, lengths=(9, 2), d=7)
     for name in PYTHON:
         made[f"numba_cuda, {name}"] = replace(made[name], options=made[name].options | {"backend": "numba_cuda"})
     return made
@@ -126,8 +133,21 @@ def compare(name, dtype, got, want):
     assert error <= LOOSE[dtype] * most, f"{name}: differs by {error:.2e}, of numbers up to {most:.2e}"
 
 
+def check_decode(case):
+    """Append two keys to each sequence and decode, with tables on the host and on the GPU; compare."""
+    want, cached = case.forward(backend="numpy_tiled"), case.caches(order=2)[:2]
+    for small_on_device in (False, True):
+        *results, k_cache, v_cache = append_and_decode(case, 2, small_on_device=small_on_device)
+        for name, a, b in zip(("out", "lse"), results, want, strict=True):
+            compare(f"decode, {name}", case.q.dtype.name, to_host(a), b)
+        for a, b in zip((k_cache, v_cache), cached, strict=True):
+            assert to_host(a).tobytes() == b.tobytes(), "the cache is not what was appended"
+
+
 def check(case):
     """Run a call on the GPU every way there is, and compare."""
+    if isinstance(case, Decode):
+        return check_decode(case)
     dtype, names = case.q.dtype.name, ["out", "lse", *("d" + name for name in case.wrt)]
     out, lse = case.forward(backend="numpy_tiled")
     want = [out, lse, *case.backward(out, lse, backend="numpy_tiled")]

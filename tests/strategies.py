@@ -30,6 +30,7 @@ DTYPES = {
 }
 ALGORITHMS = ("fa2", "fa1", "standard", "rowwise")
 VIEWS = ("contiguous", "transposed", "sliced", "broadcast", "strided_last", "reversed", "fortran")
+LAYOUTS = ("bhtd", "bthd")
 VALUES = ("normal", "large", "integers", "constant_rows")
 FEATURES = (
     "causal",
@@ -478,3 +479,105 @@ def varlen_problems(
             np.float64 if dtype == np.float64 else np.float32
         )
     return case
+
+
+# ---- caches ----------------------------------------------------------------------------------------
+
+NOT_DECODE = ("q_lengths", "kv_lengths", "mask", "bias", "dropout", "dlse", "layout")
+UNUSED = (-1, 2**31 - 1, 0)  # entries of a block table that nobody may look up
+
+
+@dataclass(repr=False)
+class Decode:
+    """A call of `rawflash.attention_decode`, and the same without a cache.
+
+    ``q (B, Hq, Tq, d)``, ``k (B, Hkv, Tk, d)`` and ``v (B, Hkv, Tk, dv)`` are those of the call without a cache.
+    ``page`` is the number of rows of a block, 0 for contiguous caches; ``spare`` how many rows or blocks the caches
+    have beyond what they need.
+    """
+
+    q: np.ndarray
+    k: np.ndarray
+    v: np.ndarray
+    kv_lengths: np.ndarray
+    options: dict
+    page: int = 0
+    spare: int = 0
+    layout: str = "bhtd"
+    how: dict = field(default_factory=dict)
+
+    def __repr__(self):
+        parts = [f"{name}={_shown(value)}" for name, value in vars(self).items() if name not in ("options", "how")]
+        parts += [f"{name}={_shown(value)}" for name, value in {**self.options, **self.how}.items()]
+        return "Decode(\n    " + "\n    ".join(parts) + ")"
+
+    def turned(self, array):
+        """From ``(B, H, T, d)`` to the layout of the call, or back."""
+        return np.ascontiguousarray(array.swapaxes(1, 2)) if self.layout == "bthd" else array
+
+    def caches(self, order=0, filled=None):
+        """``(k_cache, v_cache, block_table)``, NaN wherever nothing may be read; blocks in an ``order`` of their own.
+
+        ``filled``: how many keys of each sequence are there yet.
+        """
+        lengths, (B, Hkv, Tk, _) = self.kv_lengths, self.k.shape
+        if not self.page:
+            blocks, rows, table = B, Tk + self.spare, None
+        else:
+            rng = np.random.default_rng(order)
+            needed = -(-lengths // self.page)
+            blocks, rows = int(needed.sum()) + self.spare, self.page
+            table = rng.choice(UNUSED, (B, -(-Tk // rows) + self.spare)).astype((np.int32, np.int64)[order % 2])
+            used = np.arange(table.shape[1]) < needed[:, None]
+            table[used] = rng.permutation(blocks)[: used.sum()]
+        caches = [np.full((blocks, Hkv, rows, x.shape[-1]), np.nan, x.dtype) for x in (self.k, self.v)]
+        for cache, keys in zip(caches, (self.k, self.v), strict=True):
+            for b, length in enumerate(lengths if filled is None else filled):
+                for j in range(0, int(length), rows or 1):
+                    n = min(rows, int(length) - j)
+                    cache[b if table is None else table[b, j // rows], :, :n] = keys[b, :, j : j + n]
+        return (*map(self.turned, caches), table)
+
+    def newest(self, n):
+        """``k_new`` and ``v_new``: the last ``n`` keys of each sequence."""
+        at = (self.kv_lengths[:, None] - n + np.arange(n))[:, None, :, None]
+        return [self.turned(np.take_along_axis(x, at, axis=2)) for x in (self.k, self.v)]
+
+    def forward(self, order=0, **more):
+        """``(out, lse)`` by `rawflash`; ``more`` overrides options."""
+        k_cache, v_cache, table = self.caches(order)
+        options = self.options | {"return_lse": True, "layout": self.layout} | more
+        return rf.attention_decode(self.turned(self.q), k_cache, v_cache, self.kv_lengths, table, **options)
+
+    def reference(self, **more):
+        """What the oracle says of the call without a cache; see `tolerances.reference`."""
+        from tolerances import reference
+
+        q, k, v = map(self.turned, (self.q, self.k, self.v))
+        options = self.options | {"layout": self.layout, "kv_lengths": self.kv_lengths}
+        return reference(q, k, v, **options | more)
+
+
+@st.composite
+def decode_problems(
+    draw, dtypes=tuple(DTYPES), pages=(0, 1, 2, 3, 5, 8, 16, 17, 20), max_rows=16, max_length=70, exclude=(), **fixed
+):
+    """A `Decode`, with any combination of its options; parameters as in `problems`, ``pages`` what to choose from."""
+    dtype = DTYPES[draw(st.sampled_from([name for name in DTYPES if name in dtypes]))]
+    B, Hkv, group = draw(st.sampled_from((1, 2, 3, 0))), draw(st.integers(1, 2)), draw(st.integers(1, 4))
+    Tq = draw(st.sampled_from([n for n in (1, 2, 3, 5, 8, 9, 16, 0) if n <= max_rows]))
+    d, dv = (draw(st.sampled_from([n for n in HEAD_DIMS if n <= 24])) for _ in range(2))
+    lengths = np.array(draw(st.lists(st.integers(0, max_length), min_size=B, max_size=B)), np.int64)
+    Tk = int(lengths.max(initial=0))
+    page = draw(st.sampled_from(pages))
+    layout = draw(st.sampled_from(LAYOUTS))
+    features = draw(_features((*exclude, *NOT_DECODE))) - set(fixed)
+    how = {"seed": draw(_seeds)}
+    rng = np.random.default_rng(how["seed"])
+    options = _draw_options(draw, features, rng, (B, Hkv * group, Tq, Tk), dtype) | fixed
+    q, k, v = (
+        fill(rng, shape, "normal", dtype)
+        for shape in ((B, Hkv * group, Tq, d), (B, Hkv, Tk, d), (B, Hkv, Tk, dv))
+    )
+    lengths = lengths.astype(draw(st.sampled_from((np.int32, np.int64))))
+    return Decode(q, k, v, lengths, options, page, draw(st.integers(0, 3)), layout, how)

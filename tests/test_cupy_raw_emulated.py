@@ -13,14 +13,16 @@ import emulator
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
-from strategies import DTYPES, problems, varlen_problems
+from strategies import DTYPES, decode_problems, problems, restride, varlen_problems
+from test_decode import ENTRIES, check_entries
+from test_decode import make as decode
 from test_forward import AWKWARD, awkward, make
 from tolerances import assert_close
 
 import rawflash as rf
 from rawflash import hardware, problem, tiling
 from rawflash import masks as M
-from rawflash.backends.cupy_raw import compile, launch
+from rawflash.backends.cupy_raw import append_kv, compile, launch
 
 pytestmark = pytest.mark.emulated
 ALGORITHMS = ("fa1", "fa2")
@@ -323,6 +325,109 @@ def test_broken_parts_are_caught(old, new, device_by_name, monkeypatch):
     monkeypatch.setattr(compile, "source", lambda name, preamble: whole(name, preamble).replace(old, new))
     with pytest.raises(AssertionError):
         check(case, reference, backward=False)
+
+
+# ---- caches ----------------------------------------------------------------------------------------------------
+
+
+def decode_on_device(case, tables_on_device, **options):
+    """``(out, lse)`` of a `Decode` with its arrays on the device."""
+    move = emulator.to_device
+    *caches, blocks = case.caches(order=1)
+    lengths = case.kv_lengths
+    if tables_on_device:
+        lengths, blocks = move(lengths), blocks if blocks is None else move(blocks)
+    more = {name: move(x) if name == "sinks" else x for name, x in case.options.items()} | options
+    results = rf.attention_decode(
+        move(case.turned(case.q)), *map(move, caches), lengths, blocks, return_lse=True, layout=case.layout, **more
+    )
+    assert all(type(result) is emulator.ndarray for result in results)
+    return [np.asarray(result) for result in results]
+
+
+@FEW
+@given(decode_problems(dtypes=("float32", "float64", "float16")))
+def test_drawn_decode_problems(device_of_module, case):
+    for name, result in zip(("out", "lse"), decode_on_device(case, case.how["seed"] % 2 == 1), strict=True):
+        assert_close(name, result, case.reference())
+
+
+@pytest.mark.parametrize("tables", ["device", "host"])
+@pytest.mark.parametrize("dtype", ["float32", "float64", "float16"])
+def test_decoding_from_blocks(dtype, tables, device_by_name):
+    case = decode(B=3, Hq=4, Tq=3, lengths=(70, 0, 33), page=16, dtype=dtype, causal=True, d=24, dv=16)
+    for name, result in zip(("out", "lse"), decode_on_device(case, tables == "device"), strict=True):
+        assert_close(name, result, case.reference())
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_blocks_outside_the_cache_are_not_read(dtype, device_by_name):
+    """Where only the device knows the table: the keys of such a block are hidden, and lengths end with the table."""
+    case = decode(B=3, Hq=4, Tq=2, lengths=(40, 33, 17), page=8, dtype=dtype, d=24, dv=16)
+    move, (*caches, blocks) = emulator.to_device, case.caches()
+    mask = np.ones((3, 1, 1, 40), bool)
+    outside = ((0, 1, -1), (0, 3, len(caches[0])), (1, 4, 2**31 - 1), (2, 0, -(2**31)), (2, 1, 10**6), (2, 2, -5))
+    for b, n, entry in outside:
+        blocks[b, n] = entry
+        mask[b, :, :, 8 * n : 8 * n + 8] = False
+    reference = case.reference(mask=mask)
+    out, lse = rf.attention_decode(*map(move, (case.q, *caches, case.kv_lengths, blocks)), return_lse=True)
+    assert_close("out", np.asarray(out), reference)
+    assert_close("lse", np.asarray(lse), reference)
+    assert not np.asarray(out)[2].any() and np.isneginf(np.asarray(lse)[2]).all()
+
+
+@pytest.mark.parametrize("paged", [True, False])
+@pytest.mark.parametrize("width", [np.int32, np.int64])
+@pytest.mark.parametrize("name", ENTRIES)
+def test_appends_with_tables_on_the_device(name, width, paged, device_by_name):
+    dtype = names[list(ENTRIES).index(name) % len(names)]
+    check_entries(name, width, paged, dtype, lambda a: emulator.to_device(a.copy()), np.asarray)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("view", ["contiguous", "transposed", "sliced", "strided_last", "reversed"])
+@pytest.mark.parametrize("d, dv", [(32, 16), (5, 24)])
+def test_appends_of_any_strides(d, dv, view, dtype, device_by_name):
+    """Rows of whole 16 bytes are moved so; any others by their elements. Tables of the host."""
+    case = decode(d=d, dv=dv, dtype=dtype, lengths=(13, 9), Tq=0)
+    *caches, blocks = case.caches(filled=[6, 2])
+    caches, new = ([emulator.to_device(restride(x, view)) for x in both] for both in (caches, case.newest(7)))
+    for _ in range(2):
+        rf.append_kv(*caches, *new, [6, 2], blocks)
+    assert len(problem._MEMO) == 1
+    for cache, want in zip(caches, case.caches()[:2], strict=True):
+        assert np.asarray(cache).tobytes() == want.tobytes()
+
+
+@pytest.mark.parametrize("Tn", [0, 300])
+@pytest.mark.parametrize("B", [0, 2])
+def test_appends_of_nothing_and_of_much(B, Tn, device_by_name, monkeypatch):
+    """More rows than the grid has warps, each of which then takes several."""
+    monkeypatch.setattr(append_kv, "MOST_STRIDING", 3)
+    case = decode(B=B, lengths=(350,) * B, page=50)
+    *caches, blocks = case.caches(filled=[350 - Tn] * B)
+    rf.append_kv(*map(emulator.to_device, (*caches, *case.newest(Tn))), [350 - Tn] * B, blocks)
+    for cache, want in zip(caches, case.caches()[:2], strict=True):
+        assert cache.tobytes() == want.tobytes()
+
+
+@pytest.mark.parametrize("old, new", [
+    ("kept < -t", "false"),
+    ("kept >= capacity - t", "kept + t > capacity"),
+    ("block < 0", "false"),
+    ("block >= call.blocks", "block > call.blocks"),
+    ("b * call.table_row + j / call.page", "b + j / call.page"),
+    ("h, j % call.page);\n        elem* const V", "h, j);\n        elem* const V"),
+    ("x < call.d + call.dv", "x < call.d + call.dv - 1"),
+])  # fmt: skip
+def test_broken_appends_are_caught(old, new, device_by_name, monkeypatch):
+    whole = compile.source
+    assert old in whole("append_kv.cu", "")
+    monkeypatch.setattr(compile, "source", lambda name, preamble: whole(name, preamble).replace(old, new))
+    with pytest.raises(AssertionError):
+        for name in ("all fit", "just outside"):  # a kernel without checks stays in these arrays
+            test_appends_with_tables_on_the_device(name, np.int32, True, None)
 
 
 # ---- the tests can fail ---------------------------------------------------------------------------------------

@@ -701,10 +701,160 @@ def test_without_cupy(monkeypatch):
         lambda: rf.attention(**gpu),
         lambda: rf.merge_attention([gpu["q"]], [Interface(arr(B, HQ, TQ))]),
         lambda: rf.dropout_mask(0.5, 1, (1, 1, 1, 4), like=gpu["q"]),
+        lambda: rf.append_kv(gpu["k"], gpu["v"], gpu["k"], gpu["v"], [0] * B),
         lambda: hardware.chip_of("cupy_raw"),
     ):
         with pytest.raises(rf.BackendError, match="(?i)cupy"):
             call()
+
+
+# ---- caches ------------------------------------------------------------------------------------------------
+
+BLOCK, BLOCKS = 4, 6
+TABLE = np.array([[0, 5, 2], [3, 1, 4]])
+
+
+def caches(layout="bhtd", paged=True, **changed):
+    """What append_kv takes; there is room for 12 keys."""
+    shape = (BLOCKS, HKV, BLOCK) if paged else (B, HKV, 12)
+    made = dict(k_cache=arr(*shape, D), v_cache=arr(*shape, DV), k_new=arr(B, HKV, 2, D), v_new=arr(B, HKV, 2, DV))
+    if layout == "bthd":
+        made = {name: np.ascontiguousarray(a.swapaxes(1, 2)) for name, a in made.items()}
+    return made | dict(kv_lengths=[3, 9], block_table=TABLE if paged else None, layout=layout) | changed
+
+
+def cache_on_device(call, kind, either=()):
+    """The matrices there; ``either``: these tables too."""
+    return {n: kind(np.asarray(a)) if n in either or isinstance(a, np.ndarray) and n != "block_table" else a
+            for n, a in call.items()}  # fmt: skip
+
+
+@kinds
+@pytest.mark.parametrize("either", [(), ("kv_lengths",), ("kv_lengths", "block_table"), ("block_table",)])
+@pytest.mark.parametrize("layout", ["bhtd", "bthd"])
+def test_an_append_is_the_same_as_on_the_host(layout, either, kind):
+    """Views, and host tables in copies; the addresses are each call's own, and a table on the device is not read."""
+    host = caches(layout)
+    first, second = (cache_on_device(host, kind, either) for _ in range(2))
+    (source, x), (again, y), (_, z) = (problem.check_append(**call) for call in (first, second, host))
+    assert y is x and len(problem._MEMO) == 1 and x.device == source.device == again.device == 0 and z.device is None
+    assert again.addresses == {n: a.address for n, a in second.items() if isinstance(a, kind)} != source.addresses
+    for name in ("k_cache", "v_cache", "k_new", "v_new"):
+        a, b = getattr(x, name), getattr(z, name)
+        assert (a.shape, a.strides, a.dtype) == (b.shape, b.strides, b.dtype)
+    for name, value in (("kv_lengths", [3, 9]), ("block_table", TABLE)):
+        if name in either:
+            assert isinstance(getattr(x, name), arrays.DeviceView)
+        else:
+            np.testing.assert_array_equal(getattr(x, name), value)
+    assert (x.home is None) == bool(either)
+
+
+def test_tables_of_the_host_are_in_the_key():
+    call = cache_on_device(caches(block_table=TABLE.copy()), CuPy)
+    made = [problem.check_append(**call | dict(kv_lengths=lengths))[1] for lengths in ([3, 9], [3, 8], [3, 9])]
+    assert made[0] is made[2] is not made[1] and len(problem._MEMO) == 2
+    call["block_table"][0, 0] = 9
+    np.testing.assert_array_equal(made[0].block_table, TABLE)
+    with pytest.raises(rf.ProblemError, match=r"block_table has 9 at \(0, 0\)"):
+        problem.check_append(**call)
+
+
+@kinds
+def test_a_decode_call_on_the_device(kind):
+    """A paged cache stays as it is there; what its table names is known only if it and the lengths are on the host."""
+    made = caches()
+    q, k, v = (kind(a) for a in (arr(B, HQ, 1, D), made["k_cache"], made["v_cache"]))
+    for lengths, table in (([3, 12], TABLE), (kind(np.array([3, 12])), TABLE), ([3, 12], kind(TABLE))):
+        found, x = check(q, k, v, decode=True, kv_lengths=lengths, block_table=table)
+        assert (found.page, found.Tk, found.B) == (BLOCK, 12, B) and x.k.shape == (BLOCKS, HKV, BLOCK, D)
+        assert x.copied == [] and x.block_table.shape == TABLE.shape
+        assert x.visibility.kv_lengths.tolist() == ([3, 12] if isinstance(lengths, list) else [12, 12])
+    wrong = np.where(TABLE == 4, 6, TABLE)
+    check(q, k, v, decode=True, kv_lengths=kind(np.array([3, 12])), block_table=wrong)
+    check(q, k, v, decode=True, kv_lengths=[3, 8], block_table=wrong)
+    with pytest.raises(rf.ProblemError, match=r"block_table has 6 at \(1, 2\), .* a block between 0 and 5"):
+        check(q, k, v, decode=True, kv_lengths=[3, 9], block_table=wrong)
+
+
+HOST = caches()
+WRONG_PLACES = {
+    "v_cache on the host": (dict(v_cache=HOST["v_cache"]), "v_cache is a CPU array and k_cache a GPU array"),
+    "k_new on the host": (dict(k_new=HOST["k_new"]), "k_new is a CPU array and k_cache a GPU array"),
+    "k_cache on the host": (dict(k_cache=HOST["k_cache"]), "v_cache is a GPU array and k_cache a CPU array"),
+    "v_new on another": (dict(v_new=CuPy(HOST["v_new"], 1)), "v_new is on GPU 1 and k_cache on GPU 0"),
+    "lengths on another": (dict(kv_lengths=CuPy(np.array([3, 9]), 1)), "kv_lengths is on GPU 1 and k_cache on GPU 0"),
+    "table on another": (dict(block_table=CuPy(TABLE, 1)), "block_table is on GPU 1 and k_cache on GPU 0"),
+    "caches of two kinds": (
+        dict(v_cache=Torch(HOST["v_cache"])),
+        "v_cache is a Torch; expected the kind of array that"),
+    "read-only": (dict(k_cache=Interface(HOST["k_cache"], read_only=True)), "k_cache is read-only"),
+    "overlapping": (dict(k_cache=CuPy(np.broadcast_to(arr(D), HOST["k_cache"].shape))), "k_cache has strides"),
+    "misaligned": (dict(k_cache=CuPy(HOST["k_cache"], offset=2)), "k_cache is misaligned or of the other byte order"),
+    "byte-swapped": (cache_on_device({n: a.astype(">f4") if n[1] == "_" else a for n, a in HOST.items()}, Interface),
+                     "k_cache is misaligned or of the other byte order"),
+    "past the end": (dict(kv_lengths=[3, 11]), r"kv_lengths is \[3, 11\]; .* n \+ 2 <= 12"),
+    "shape of lengths": (
+        dict(kv_lengths=CuPy(np.zeros(3, int))),
+        r"kv_lengths has shape \(3,\); expected \(B,\) = \(2,\)"),
+    "floats": (dict(kv_lengths=CuPy(np.zeros(2))), "kv_lengths has dtype float64; expected integers"),
+    "shape of table": (
+        dict(block_table=CuPy(TABLE[:1])),
+        r"block_table has shape \(1, 3\); expected \(2, \*\) to match k_new"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRONG_PLACES)
+def test_wrong_appends(name, monkeypatch):
+    Recorder(monkeypatch)
+    changed, message = WRONG_PLACES[name]
+    with pytest.raises(rf.ProblemError, match=message):
+        rf.append_kv(**cache_on_device(HOST, CuPy) | changed)
+    assert not problem._MEMO
+
+
+def test_caches_of_a_decode_call_are_named_as_such():
+    """k and v are k_cache and v_cache there."""
+    q = arr(B, HQ, 1, D)
+    for here, there, words in ((CuPy, np.asarray, "CPU array and q a GPU"),
+                               (np.asarray, CuPy, "GPU array and q a CPU")):  # fmt: skip
+        for name in ("k_cache", "v_cache"):
+            call = {n: (there if n == name else here)(HOST[n]) for n in ("k_cache", "v_cache")}
+            with pytest.raises(rf.ProblemError, match=f"^{name} is a {words} array"):
+                rf.attention_decode(here(q), **call, kv_lengths=[1, 1], block_table=TABLE)
+    with pytest.raises(rf.ProblemError, match="^v_cache is on GPU 1 and q on GPU 0"):
+        rf.attention_decode(CuPy(q), CuPy(HOST["k_cache"]), CuPy(HOST["v_cache"], 1), [1, 1], TABLE)
+    with pytest.raises(rf.ProblemError, match="^block_table is a GPU array and q a CPU array"):
+        rf.attention_decode(q, HOST["k_cache"], HOST["v_cache"], [1, 1], CuPy(TABLE))
+
+
+class JaxOnHost:
+    """As much of a JAX array on a CPU as is looked at."""
+
+    __module__ = "jaxlib"
+
+    def __init__(self, a):
+        self.a = a
+
+    def __array__(self, dtype=None, copy=None):
+        return self.a
+
+    def __dlpack_device__(self):
+        return 1, 0
+
+
+def test_jax_caches_are_refused(monkeypatch):
+    """New keys may be JAX's."""
+    for name in ("k_cache", "v_cache"):
+        with pytest.raises(rf.ProblemError, match=f"{name} is a JAX array; expected one that can be written to"):
+            rf.append_kv(**HOST | {name: JaxOnHost(HOST[name])})
+    cache = HOST["k_cache"].copy(), HOST["v_cache"].copy()
+    new = [JaxOnHost(HOST[name] + 1) for name in ("k_new", "v_new")]
+    rf.append_kv(*cache, *new, [3, 9], TABLE)
+    assert all((a == 1).sum() == n.a.size for a, n in zip(cache, new, strict=True))
+    Recorder(monkeypatch)
+    with pytest.raises(rf.ProblemError, match="k_cache is a JAX array"):
+        rf.append_kv(**cache_on_device(HOST, Jax))
 
 
 # ---- a device made of NumPy --------------------------------------------------------------------------------
@@ -939,6 +1089,24 @@ def test_out_may_be_an_input(which, device):
     rf.attention(**moved, out=upload(np.zeros_like(want)))
     assert rf.attention(**moved, out=moved[which]) is moved[which]
     np.testing.assert_array_equal(numbers(moved[which]), want)
+
+
+def test_small_arrays_of_an_append_are_made_readable(device):
+    """New keys too, where a kernel could not read them; such a call is not remembered."""
+    lengths = np.array([3, 0, 9, 0])
+    moved = {n: upload(a) if isinstance(a, np.ndarray) else a for n, a in caches().items()}
+    for changed, copied in (
+        (dict(kv_lengths=upload(lengths[::2])), ("kv_lengths",)),
+        (dict(kv_lengths=upload(np.array([3, 9], np.uint8)), block_table=upload(TABLE.T.copy().T)),
+         ("block_table", "kv_lengths")),
+        (dict(k_new=Foreign((caches()["k_new"] + 5).astype(">f4"))), ("k_new",)),
+        (dict(kv_lengths=upload(np.array([3, 9], np.int32))), ()),
+    ):  # fmt: skip
+        source, x = problem.check_append(**moved | changed)
+        assert source.copied == copied and len(problem._MEMO) == (not copied)
+        for name in copied:
+            want = {"kv_lengths": [3, 9], "block_table": TABLE}.get(name, 5)
+            assert (over(getattr(x, name), source.addresses[name]) == want).all()
 
 
 def test_results_are_fresh(device):
