@@ -93,7 +93,7 @@ struct Place {
     bool exists;
 };
 
-constexpr int PER_BLOCK = PAGE ? PAGE : 1;
+constexpr unsigned long long PER_BLOCK = PAGE ? PAGE : 1;
 template <int bytes> struct Entry { typedef long long type; };
 template <> struct Entry<4> { typedef int type; };
 typedef Entry<TABLE_BYTES>::type table_entry;
@@ -101,7 +101,7 @@ typedef Entry<TABLE_BYTES>::type table_entry;
 // What the table says of key j of sequence b, and where that is.
 __device__ __forceinline__ table_entry block_of(const Call& call, long long b, long long j)
 {
-    return PAGE ? ((const table_entry*)call.block_table.data)[b * call.table_row + j / PER_BLOCK] : 0;
+    return PAGE ? ((const table_entry*)call.block_table.data)[b * call.table_row + (unsigned long long)j / PER_BLOCK] : 0;
 }
 
 __device__ __forceinline__ Place place_in(const Call& call, const Sequence& s, long long j, long long block)
@@ -109,7 +109,7 @@ __device__ __forceinline__ Place place_in(const Call& call, const Sequence& s, l
     if constexpr (PAGE == 0)
         return {s.slot, s.k_start + j, true};
     const bool exists = 0 <= block && block < call.cache_blocks;
-    return {exists ? block : 0, j % PER_BLOCK, exists};
+    return {exists ? block : 0, (long long)((unsigned long long)j % PER_BLOCK), exists};
 }
 
 __device__ __forceinline__ Place place_of(const Call& call, const Sequence& s, long long j)

@@ -124,12 +124,13 @@ __device__ __forceinline__ void seen_keys(const Call& call, const Sequence& s, l
 }
 
 // Into how many parts these keys are divided, at least one, and how many each has; the last takes what is left. The lengths decide, which
-// only the device may know.
+// only the device may know. In 32 bits, as everything here that divides: in 64 that takes as long as memory does.
 __device__ __forceinline__ int divide(const Call& call, long long j_low, long long j_high, long long& part_keys)
 {
-    const long long keys = most(j_high - j_low, 0), turns = (keys + TURN - 1) / TURN;
-    part_keys = most(call.part_keys, (turns + call.parts - 1) / call.parts * TURN);
-    return (int)clamp((keys + part_keys - 1) / part_keys, 1, call.parts);
+    const unsigned turns = (unsigned)(most(j_high - j_low + TURN - 1, 0) / TURN), parts = (unsigned)call.parts;
+    const unsigned size = (unsigned)most(call.part_keys / TURN, (turns + parts - 1) / parts);
+    part_keys = (long long)size * TURN;
+    return (int)most((turns + size - 1) / size, 1);
 }
 
 __device__ __forceinline__ long long rows_of_part(const Call& call) { return call.B * call.Hq * call.Tq; }
@@ -227,17 +228,18 @@ extern "C" __global__ void __launch_bounds__(WARPS * WARP_SIZE) fa2_few_rows(con
 {
     extern __shared__ __align__(VECTOR_BYTES) unsigned char on_chip[];
     const int lane = threadIdx.x % WARP_SIZE, warp = threadIdx.x / WARP_SIZE, g = lane / 4, t = lane % 4;
-    const long long bh = blockIdx.x / call.blocks / call.parts;
-    const int part = (int)(blockIdx.x / call.blocks % call.parts);
-    const long long h_kv = bh % call.Hkv, group = call.Hq / call.Hkv;
+    const unsigned row_blocks = (unsigned)call.blocks, most_parts = (unsigned)call.parts, heads = (unsigned)call.Hkv, queries = (unsigned)call.Tq;
+    const unsigned row_block = blockIdx.x % row_blocks, bh = blockIdx.x / row_blocks / most_parts;
+    const int part = (int)(blockIdx.x / row_blocks % most_parts);
+    const unsigned b = bh / heads, h_kv = bh % heads, group = (unsigned)call.Hq / heads;
 
     long long j_low, j_high, part_keys;
     // The table is asked at once where the warp begins if the sequence is as long as its cache, as lengths take as long to come
     divide(call, 0, call.Tk, part_keys);
     const long long guess = part * part_keys + warp * STEP;
     const long long guessed_group = guess + lane / GROUPS * TURN + lane % GROUPS * DEPTH;
-    const table_entry guessed = IN_ONE_BLOCK && guessed_group < call.Tk ? block_of(call, bh / call.Hkv, guessed_group) : 0;
-    const Sequence s = sequence(call, bh / call.Hkv);
+    const table_entry guessed = IN_ONE_BLOCK && guessed_group < call.Tk ? block_of(call, b, guessed_group) : 0;
+    const Sequence s = sequence(call, b);
     seen_keys(call, s, j_low, j_high);
     const int parts = divide(call, j_low, j_high, part_keys);
     if (part >= parts)
@@ -321,10 +323,10 @@ extern "C" __global__ void __launch_bounds__(WARPS * WARP_SIZE) fa2_few_rows(con
     for (int r = 0; r < M; r++)
 #pragma unroll
         for (int half = 0; half < HALVES; half++) {
-            const long long row = (long long)(blockIdx.x % call.blocks) * BR + 16 * r + 8 * half + g;
-            exists[r][half] = row < group * call.Tq;
-            i[r][half] = exists[r][half] ? row % call.Tq : 0;
-            at[r][half] = head(call, s, h_kv * group + (exists[r][half] ? row / call.Tq : 0));
+            const unsigned row = row_block * BR + 16 * r + 8 * half + g;
+            exists[r][half] = row < group * queries;
+            i[r][half] = exists[r][half] ? row % queries : 0;
+            at[r][half] = head(call, s, h_kv * group + (exists[r][half] ? row / queries : 0));
             const elem* const from = row_of(call.q, s.slot, at[r][half].h, i[r][half]);
 #pragma unroll
             for (int x = 0; x < PIECES_D; x++) {
@@ -555,14 +557,14 @@ extern "C" __global__ void __launch_bounds__(WARPS * WARP_SIZE) fa2_few_rows(con
     __syncthreads();
     bool* const last = (bool*)on_chip;
     if (threadIdx.x == 0)
-        *last = atomicInc(call.counters + blockIdx.x / call.blocks / call.parts * call.blocks + blockIdx.x % call.blocks, parts - 1) == parts - 1;
+        *last = atomicInc(call.counters + bh * row_blocks + row_block, parts - 1) == parts - 1;
     __syncthreads();
     if (!*last)
         return;
     __threadfence();
     for (int r = warp; r < BR; r += WARPS) {
-        const long long row = (long long)(blockIdx.x % call.blocks) * BR + r;
-        if (row < group * call.Tq)
-            merge_parts(call, head(call, s, h_kv * group + row / call.Tq), parts, row % call.Tq);
+        const unsigned row = row_block * BR + r;
+        if (row < group * queries)
+            merge_parts(call, head(call, s, h_kv * group + row / queries), parts, row % queries);
     }
 }
