@@ -67,7 +67,7 @@ FEW_MMA_QUERIES = 16  # of a head
 FEW_MMA_WARPS = 8  # of a block of threads, of which a multiprocessor has one
 FEW_MMA_ROWS = 32  # of a block, where accumulators leave registers for more than one product's
 FEW_MMA_WIDE = 128  # head dimension up to which they do
-FEW_MMA_NARROW, FEW_MMA_STEPS = 64, (16, 16)  # keys that a warp takes at a time, up to this head dimension and beyond
+FEW_MMA_STEP = 16  # keys that a warp takes at a time; 32 are slower
 FEW_MMA_QUEUE = 64 << 10  # bytes of K and V on their way: more gains nothing
 FEW_MMA_UNITS = 3  # of it, at least
 FEW_MMA_REGISTERS = 16 * 128  # numbers of Q that a block keeps in registers
@@ -422,7 +422,7 @@ def _few_mma(problem: Problem, chip: Chip) -> Tiles | None:
     limit, d, dv = _available(problem, chip), problem.d, problem.dv
     rows = problem.group * problem.Tq
     br = FEW_MMA_ROWS if rows > MMA_DEPTH and max(d, dv) <= FEW_MMA_WIDE else MMA_DEPTH
-    bc = FEW_MMA_STEPS[max(d, dv) > FEW_MMA_NARROW]
+    bc = FEW_MMA_STEP
     turn = FEW_MMA_WARPS * bc
     columns = max(_padded(d, 32), _padded(dv, 64))
 

@@ -49,7 +49,8 @@ ARCHITECTURES = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90a", "sm_100a", "sm_12
 KERNELS = ("fa1_forward", "fa1_backward", "fa2_forward", "fa2_backward")
 FA2 = KERNELS[2:]
 APPEND = "append_kv"
-COMMON = ("plain", "causal")
+DECODE = "decode"  # one query over T keys; in 16 bits fa2_few_rows.cu
+COMMON = ("plain", "causal", "paged")
 USED = ("registers", "stack", "spill_stores", "spill_loads", "shared")  # of compile.usage
 LAUNCHED = ("threads", "dynamic_shared")  # 0, 0: the call does not launch this kernel of the file
 COLUMNS = (*USED, *LAUNCHED)
@@ -116,6 +117,7 @@ class Device:
         self.cupy = SimpleNamespace(
             ndarray=Array,
             asarray=lambda host: Array(host.shape, host.dtype),
+            zeros=lambda shape, dtype: [Array(shape[1:], dtype)] * shape[0],
             cuda=SimpleNamespace(
                 is_available=lambda: True,
                 Device=lambda number: SimpleNamespace(compute_capability=capability, attributes=attributes),
@@ -165,6 +167,8 @@ OPTIONS = {
     ),  # and arrays: bias, sinks, dlse
     "packed": dict(causal=True),
     "deterministic": dict(deterministic=True),
+    "paged": {},  # decode: caches in blocks of 16
+    "17 rows": {},  # decode: of queries that share a head of keys, more than one product has
 }  # fmt: skip
 
 
@@ -200,6 +204,10 @@ def cases():
     found += on("sm_90a", FA2, ["float32"], [32, 80, 256], ["plain"])
     # at d = 20, rows of float16 do not start at multiples of 16 bytes
     found += on("sm_90a", FA2, ["float16"], [20, 32], ["plain"]) + on("sm_90a", FA2, ["float64"], [32], ["plain"])
+    for arch in ARCHITECTURES[1:]:
+        found += on(arch, [DECODE], ["bfloat16"], [128], ["plain", "paged"])
+    found += on("sm_90a", [DECODE], ["float16"], [20, 64, 128, 256], ["plain", "paged", "17 rows"])
+    found += on("sm_90a", [DECODE], ["float32"], [64], ["paged"])
     for arch in ("sm_75", "sm_80"):
         found += on(arch, FA2, ["float16", "float64"], [128], ["plain"])
         found += on(arch, FA2, ["float32"], [64], ["everything"])
@@ -216,15 +224,24 @@ def programs(case):
     statistic = np.float64 if case.dtype == "float64" else np.float32
     lead = () if packed else (B,)
     q, k, v = (Array((*lead, heads, T, case.d), dtype) for heads in (HQ, HKV, HKV))
-    options = OPTIONS[case.options] | dict(algorithm=case.kernel.partition("_")[0])
+    options = dict(OPTIONS[case.options])
+    if case.kernel in KERNELS:
+        options["algorithm"] = case.kernel.partition("_")[0]
     starts = dict(cu_seqlens_q=STARTS, cu_seqlens_k=STARTS) if packed else {}
     everything = case.options == "everything"
+    if case.kernel == DECODE:
+        q = Array((B, 17 * HKV if case.options == "17 rows" else HQ, 1, case.d), dtype)
     if everything:
         options |= dict(bias=Array((HQ, T, T), dtype), sinks=Array((HQ,), dtype))
     device = Device(case.arch)
     with device.current():
         if case.kernel == APPEND:
             rf.append_kv(k, v, k, v, np.zeros(B, int))
+        elif case.options == "paged":
+            blocks = Array((B * T // 16, HKV, 16, case.d), dtype)
+            rf.attention_decode(q, blocks, blocks, np.full(B, T), Array((B, T // 16), np.int32))
+        elif case.kernel == DECODE:
+            rf.attention_decode(q, k, v, np.full(B, T))
         elif case.kernel.endswith("forward"):
             (rf.attention_varlen if packed else rf.attention)(q, k, v, **starts, **options)
         else:
@@ -379,6 +396,19 @@ def disassembler():
         files = metadata.files("nvidia-cuda-nvdisasm") or ()
         found = found or next((str(file.locate()) for file in files if file.name == "nvdisasm"), None)
     return found or pytest.skip("needs nvdisasm: pip install nvidia-cuda-nvdisasm")
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES[1:])
+def test_few_rows_of_16_bits_run_on_tensor_cores(arch, tmp_path):
+    """At d = 128 and for 16 keys: S takes 2 products for each 32 numbers and 8 keys, O one for each 8 columns."""
+    pytest.importorskip("cupy")
+    tool, file = disassembler(), tmp_path / "kernel.cubin"
+    (program,) = programs(Case(arch, DECODE, "bfloat16", 128, "paged"))
+    assert program.file == "fa2_few_rows.cu"
+    file.write_bytes(compiler.compile_log(program.text, program.arch)[0])
+    code = subprocess.run([tool, "-c", file], capture_output=True, text=True, check=True, timeout=120).stdout
+    found = Counter(re.findall(r"\b(HMMA|LDGSTS)\b", code))
+    assert found["HMMA"] == 2 * 4 * 2 + 16 and found["LDGSTS"] >= 16
 
 
 @pytest.mark.parametrize("arch, dtype", [("sm_75", "float32"), ("sm_90a", "float32"), ("sm_90a", "float64")])

@@ -6,9 +6,10 @@ from array import array
 
 from rawflash.arrays import Source, keep_for_graph
 from rawflash.backends.cupy_raw import compile
-from rawflash.backends.cupy_raw.launch import MOST_STRIDING, THREADS, VECTOR_BYTES, WARP, Uploads, _aligned, blocks_of
+from rawflash.backends.cupy_raw.launch import MOST_STRIDING, THREADS, VECTOR_BYTES, Uploads, _aligned, blocks_of
 from rawflash.problem import Append
 
+WARP = 32  # threads of a warp, which moves a row
 ELEMENTS = {2: "unsigned short", 4: "unsigned int", 8: "unsigned long long", VECTOR_BYTES: "uint4"}
 INTEGERS = {4: "int", 8: "long long"}
 MATRICES = ("k_cache", "v_cache", "k_new", "v_new")

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from rawflash.arrays import Target
-from rawflash.backends.cupy_raw.launch import WARP, blocks_of, launcher
+from rawflash.backends.cupy_raw.launch import blocks_of, launcher
 from rawflash.problem import Operands, Problem
-from rawflash.tiling import FEW_MMA, FEW_MMA_LEAST, FEW_MMA_WARPS, Tiles
+from rawflash.tiling import FEW_MMA, FEW_MMA_LEAST, Tiles
 
 
 def fa2_forward(problem: Problem, tiles: Tiles, x: Operands, out: Target, lse: Target) -> None:
@@ -45,4 +45,4 @@ def _few_rows(problem: Problem, tiles: Tiles, x: Operands, out: Target, lse: Tar
         values |= {"sums": O.data.ptr, "m.data": m.data.ptr, "l.data": l.data.ptr}
         values["counters"] = kernels.counters(blocks * problem.Hkv * problem.B)
     call = kernels.call(problem, x, values)
-    kernels.run("fa2_few_rows", blocks * parts * problem.Hkv * problem.B, call, tiles.smem_bytes, WARP * FEW_MMA_WARPS)
+    kernels.run("fa2_few_rows", blocks * parts * problem.Hkv * problem.B, call, tiles.smem_bytes)

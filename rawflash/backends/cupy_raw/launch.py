@@ -20,7 +20,7 @@ from rawflash.arrays import Target, capturing, hold, keep_for_graph
 from rawflash.backends.cupy_raw import compile
 from rawflash.errors import BackendError
 from rawflash.problem import FARTHEST, Operands, Problem
-from rawflash.tiling import DOUBLE, FEW_MMA, FEW_MMA_WARPS, MMA_DEPTH, PIECES, SPLIT, Tiles, pitches
+from rawflash.tiling import DOUBLE, FEW_MMA, MMA_DEPTH, PIECES, SPLIT, Tiles, pitches
 
 try:
     from numpy.lib.array_utils import byte_bounds
@@ -28,7 +28,6 @@ except ImportError:  # NumPy 1
     from numpy import byte_bounds  # type: ignore[attr-defined,no-redef]
 
 THREADS = 256
-WARP = 32  # threads of a warp
 SIDE = 16  # threads of a row, in kernels that take rows one by one
 VECTOR_BYTES = 16
 DEPTHS = {SPLIT: 16, DOUBLE: 8}  # products that a tensor core sums at a time (DEPTH in mma/)
@@ -120,7 +119,6 @@ def constants(problem: Problem, tiles: Tiles, *, aligned: bool, side_dtypes: dic
         "DV": problem.dv,
         "PAGE": problem.page,
         "TABLE_BYTES": table_bytes,
-        "WARPS": FEW_MMA_WARPS,
         "HALVES": 1 if tiles.family == FEW_MMA and problem.group * problem.Tq <= MMA_DEPTH // 2 else 2,
         "DEPTH_D": blocks_of(problem.d, depth) * depth,
         "DEPTH_V": blocks_of(problem.dv, depth) * depth,
@@ -336,14 +334,14 @@ class Launcher:
         """Address of ``count`` 32-bit zeros, which the kernels leave as zeros; calls side by side have their own."""
         import cupy
 
-        if not self.spare:
-            self.spare = list(cupy.zeros((SPARE, max(count, 1)), np.uint32))
-        if capturing():  # a graph may run beside calls and other graphs
-            made = self.spare.pop()
+        if capturing():  # a graph may run beside calls and other graphs; without a spare set it clears its own
+            made = self.spare.pop() if self.spare else cupy.zeros(count, np.uint32)
             keep_for_graph(made)
             return int(made.data.ptr)
         stream = cupy.cuda.get_current_stream().ptr
         if stream not in self.counts:
+            if not self.spare:
+                self.spare = list(cupy.zeros((SPARE, count), np.uint32))
             self.counts[stream] = self.spare.pop()
         return int(self.counts[stream].data.ptr)
 
@@ -357,9 +355,7 @@ class Launcher:
             made.data.memset_async(0, made.nbytes)
         return made
 
-    def run(
-        self, kernel: str, blocks: int, words: array[int], smem_bytes: int = 0, threads: int = THREADS
-    ) -> None:
+    def run(self, kernel: str, blocks: int, words: array[int], smem_bytes: int = 0) -> None:
         """Launch a kernel of the file on CuPy's current stream; ``blocks`` of threads, none is fine."""
         function = self.functions.get(kernel)
         if function is None:
@@ -369,7 +365,7 @@ class Launcher:
         if blocks > LARGEST_GRID:
             raise BackendError(f"{blocks} blocks of threads; one launch has at most {LARGEST_GRID}: split the batch")
         if blocks:
-            function(blocks, threads, words, smem_bytes)
+            function(blocks, THREADS, words, smem_bytes)
 
     def run_over(self, kernel: str, items: int, words: array[int], threads_each: int = 1) -> None:
         """Launch a kernel whose grid strides over ``items``, each of which takes some threads."""

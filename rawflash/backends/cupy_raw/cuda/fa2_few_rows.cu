@@ -23,6 +23,7 @@
 #include "softmax.cuh"
 
 constexpr int WARP_SIZE = 32;
+constexpr int WARPS = THREADS / WARP_SIZE;
 constexpr int DEPTH = 16;           // keys that a product sums over
 constexpr int STEP = BC;            // that a warp takes at a time
 constexpr int GROUPS = STEP / DEPTH;
@@ -34,7 +35,7 @@ constexpr bool Q_ON_CHIP = M * PIECES_D > 4;  // where O leaves too few register
 constexpr int Q_BYTES = Q_ON_CHIP ? BR * PIECES_D * 32 * (int)sizeof(elem) : 0;
 constexpr int UNITS = (TILE_BYTES - Q_BYTES) / (WARPS * WARP_SIZE * SLOTS * VECTOR_BYTES);
 static_assert(UNITS >= 2 && TILE_BYTES >= WARPS * M * WARP_SIZE * (2 * 16 * 4 + 2 * 8), "what the queues need, and the end");
-static_assert(WARPS == 4 || WARPS == 8, "each takes four columns of a lane at the end");
+static_assert(WARPS == 8, "each takes four columns of a lane at the end");
 static_assert(HALVES == 2 || M == 1, "rows of a product, of which the second eight may not exist");
 constexpr int MERGED = 4;  // neighbouring columns that a lane merges
 constexpr int MOST_PARTS = 64;
@@ -224,7 +225,7 @@ __device__ __forceinline__ void merge_parts(const Call& call, const Head& at, in
     }
 }
 
-extern "C" __global__ void __launch_bounds__(WARPS * WARP_SIZE) fa2_few_rows(const __grid_constant__ Call call)
+extern "C" __global__ void __launch_bounds__(THREADS) fa2_few_rows(const __grid_constant__ Call call)
 {
     extern __shared__ __align__(VECTOR_BYTES) unsigned char on_chip[];
     const int lane = threadIdx.x % WARP_SIZE, warp = threadIdx.x / WARP_SIZE, g = lane / 4, t = lane % 4;
@@ -515,7 +516,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * WARP_SIZE) fa2_few_rows(con
 #pragma unroll
             for (int half = 0; half < HALVES; half++) {
                 const int c = warp % 4, column = 64 * x + 16 * t + MERGED * c;
-                if (warp / 4 != half % (WARPS / 4) || !exists[r][half])
+                if (warp / 4 != half || !exists[r][half])
                     continue;
                 float highest = -INFINITE, total = 0;
 #pragma unroll
