@@ -436,6 +436,8 @@ def _structs(file):
     for name, body in re.findall(r"struct (\w+) \{(.*?)\};", text, re.DOTALL):
         found[name] = []
         for statement in filter(None, map(str.strip, body.split(";"))):
+            if statement.startswith("typedef"):
+                continue
             kind, names = re.fullmatch(r"(?:const )?(long long|\w+)\*? (.+)", statement, re.DOTALL).groups()
             for member in re.split(r",\s*", names):
                 found[name].append((kind, *re.fullmatch(r"(\w+)(?:\[(\w+)\])?", member).groups()))
