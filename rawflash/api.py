@@ -243,7 +243,7 @@ def attention_decode(  # type: ignore[misc]  # kv_lengths is no option of this o
         How many keys of each sequence are valid, those of these queries included. Rows past them are never read.
     block_table : int array (B, max_blocks), optional
         Key ``j`` of sequence ``b`` is row ``j % block`` of block ``block_table[b, j // block]``. Entries past the
-        last used block are never looked up. An entry that names no block is an error; on a GPU, where nobody
+        last used block may be anything. An entry that names no block is an error; on a GPU, where nobody
         looks at it before, its keys are not used.
     **options
         See :class:`rawflash.Options`; not ``mask``, ``bias``, ``q_lengths`` and ``dropout``.

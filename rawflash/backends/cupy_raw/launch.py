@@ -222,7 +222,7 @@ class Launcher:
         self.functions: dict[str, Any] = {}
         self.uploads = Uploads()
         self.counts: dict[int, Any] = {}  # by stream
-        self.spare: list[Any] = []
+        self.spare: dict[int, list[Any]] = {}
         self.template = np.zeros(len(FIELDS), np.int64)
         # Addresses that change from call to call: the argument's name and its word.
         arguments = [name for name in x.addresses if name not in _ELSEWHERE]
@@ -334,15 +334,14 @@ class Launcher:
         """Address of ``count`` 32-bit zeros, which the kernels leave as zeros; calls side by side have their own."""
         import cupy
 
+        stream = cupy.cuda.get_current_stream().ptr
         if capturing():  # a graph may run beside calls and other graphs; without a spare set it clears its own
-            made = self.spare.pop() if self.spare else cupy.zeros(count, np.uint32)
+            spare = self.spare.get(stream)
+            made = spare.pop() if spare else cupy.zeros(count, np.uint32)
             keep_for_graph(made)
             return int(made.data.ptr)
-        stream = cupy.cuda.get_current_stream().ptr
-        if stream not in self.counts:
-            if not self.spare:
-                self.spare = list(cupy.zeros((SPARE, count), np.uint32))
-            self.counts[stream] = self.spare.pop()
+        if stream not in self.counts:  # cleared in the order of the stream that uses them
+            self.counts[stream], *self.spare[stream] = cupy.zeros((SPARE, count), np.uint32)
         return int(self.counts[stream].data.ptr)
 
     def workspace(self, count: int, zero: bool = False) -> Any:

@@ -235,11 +235,6 @@ extern "C" __global__ void __launch_bounds__(THREADS) fa2_few_rows(const __grid_
     const unsigned b = bh / heads, h_kv = bh % heads, group = (unsigned)call.Hq / heads;
 
     long long j_low, j_high, part_keys;
-    // The table is asked at once where the warp begins if the sequence is as long as its cache, as lengths take as long to come
-    divide(call, 0, call.Tk, part_keys);
-    const long long guess = part * part_keys + warp * STEP;
-    const long long guessed_group = guess + lane / GROUPS * TURN + lane % GROUPS * DEPTH;
-    const table_entry guessed = IN_ONE_BLOCK && guessed_group < call.Tk ? block_of(call, b, guessed_group) : 0;
     const Sequence s = sequence(call, b);
     seen_keys(call, s, j_low, j_high);
     const int parts = divide(call, j_low, j_high, part_keys);
@@ -255,13 +250,13 @@ extern "C" __global__ void __launch_bounds__(THREADS) fa2_few_rows(const __grid_
     // What the table says of a paged cache, if all keys of a group are in one block: a lane knows it for the n-th of 32 groups, and for that of
     // the next 32, asked for long before, as it waits behind all the rows that are under way.
     table_entry now = 0, next = 0, block[GROUPS] = {};
-    auto look_up = [&](long long first, int n, long long end) {
+    auto look_up = [&](long long first, int n) {
         const long long j = first + (n + lane) / GROUPS * TURN + (n + lane) % GROUPS * DEPTH;
-        return IN_ONE_BLOCK && j < end ? block_of(call, s.b, j) : table_entry(0);
+        return IN_ONE_BLOCK && j < j_high ? block_of(call, s.b, j) : table_entry(0);
     };
     if constexpr (IN_ONE_BLOCK) {
-        now = asked_for == guess ? guessed : look_up(asked_for, 0, j_high);
-        next = look_up(asked_for, WARP_SIZE, j_high);
+        now = look_up(asked_for, 0);
+        next = look_up(asked_for, WARP_SIZE);
     }
     const Copies<D, 4 * PIECES_D> of_K(key_slot);
     const Copies<DV, 8 * PIECES_V> of_V(value_slot);
@@ -304,7 +299,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) fa2_few_rows(const __grid_
             groups += GROUPS;
             if (IN_ONE_BLOCK && groups % WARP_SIZE == 0) {
                 now = next;
-                next = look_up(asked_for, WARP_SIZE, j_high);
+                next = look_up(asked_for, WARP_SIZE);
             }
         }
         commit_group();

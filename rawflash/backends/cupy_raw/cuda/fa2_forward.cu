@@ -43,19 +43,20 @@ __device__ __forceinline__ real* of_part(const Call& call, const Statistic& stat
     return row_of(statistic, at.s.slot, at.h, at.s.q_start + i) + part * rows_of_part(call);
 }
 
-// The rows of K or V from key j0 on.
+// The rows of K or V from key j0 on; `first` is where that of key 0 lies, if the cache is not paged.
 template <int COLUMNS, int PITCH>
-__device__ __forceinline__ void load_keys(real* tile, const Call& call, const Matrix& matrix, const Head& at, long long j0)
+__device__ __forceinline__ void load_keys(
+    real* tile, const Call& call, const Matrix& matrix, const elem* first, const Head& at, long long j0)
 {
     const long long count = at.s.kv_length - j0;
     if constexpr (PAGE) {
-        load_rows<BC, COLUMNS, PITCH>(tile, [&](int r, bool& exists) -> const elem* {
+        load_rows<BC, COLUMNS, PITCH>(tile, [&](int r, int x, bool& exists) -> const elem* {
             const Place place = r < count ? place_of(call, at.s, j0 + r) : Place{0, 0, false};
             exists = place.exists;
-            return row_of(matrix, place.slot, at.h_kv, place.t);
+            return row_of(matrix, place.slot, at.h_kv, place.t) + (exists ? x : 0);
         });
     } else {
-        load_tile<BC, COLUMNS, PITCH>(tile, row_of(matrix, at.s.slot, at.h_kv, at.s.k_start + j0), matrix.row, count);
+        load_tile<BC, COLUMNS, PITCH>(tile, first + j0 * matrix.row, matrix.row, count);
     }
 }
 
@@ -90,6 +91,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) fa2_forward(const 
     for (int r = 0; r < R; r++)
         m[r] = -INFINITE, l[r] = real(0);
 
+    const elem* const keys = row_of(call.k, s.slot, at.h_kv, s.k_start);
+    const elem* const values = row_of(call.v, s.slot, at.h_kv, s.k_start);
     long long j_low, j_high;
     key_range(call, s, i0, j_low, j_high);
     const int parts = parts_of(call, j_low, j_high);
@@ -104,7 +107,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) fa2_forward(const 
     if (tile.kind != EMPTY) {
         clear_tiles(tiles.Q);
         load_tile<BR, D, PITCH_D>(tiles.Q, row_of(call.q, s.slot, at.h, s.q_start + i0), call.q.row, s.q_length - i0);
-        load_keys<D, PITCH_D>(tiles.K, call, call.k, at, tile.start);
+        load_keys<D, PITCH_D>(tiles.K, call, call.k, keys, at, tile.start);
         commit_copies();
     }
     while (tile.kind != EMPTY) {
@@ -112,7 +115,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) fa2_forward(const 
         await_copies<0>();
         __syncthreads();  // Q_i and K_j are there, and no thread reads V of the step before
         tiles.keys_landed();
-        load_keys<DV, PITCH_V>(tiles.V, call, call.v, at, tile.start);
+        load_keys<DV, PITCH_V>(tiles.V, call, call.v, values, at, tile.start);
         commit_copies();
 
         // S = Q K^T
@@ -131,7 +134,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) fa2_forward(const 
         __syncthreads();  // V_j and P are there, and no thread reads K_j any more
         tiles.values_landed();
         if (next.kind != EMPTY)
-            load_keys<D, PITCH_D>(tiles.K, call, call.k, at, next.start);
+            load_keys<D, PITCH_D>(tiles.K, call, call.k, keys, at, next.start);
         commit_copies();
 
         // O = alpha O + P V

@@ -67,8 +67,8 @@ template <int PENDING> __device__ __forceinline__ void await_copies()
         await_groups<PENDING>();
 }
 
-// tile[r][x] = row(r, exists)[x] for x < COLUMNS; zeros for a row that does not exist. Columns past COLUMNS are left alone.
-template <int ROWS, int COLUMNS, int PITCH, class Row> __device__ __forceinline__ void load_rows(real* tile, const Row& row)
+// tile[r][x] = *at(r, x, exists) for x < COLUMNS; zeros for a row that does not exist. Columns past COLUMNS are left alone.
+template <int ROWS, int COLUMNS, int PITCH, class At> __device__ __forceinline__ void load_rows(real* tile, const At& at)
 {
     constexpr int CHUNKS = COLUMNS / CHUNK;
     static_assert(CHUNKS * CHUNK == COLUMNS, "vectors of whole rows");
@@ -77,8 +77,7 @@ template <int ROWS, int COLUMNS, int PITCH, class Row> __device__ __forceinline_
     for (int n = threadIdx.x; n < ROWS * CHUNKS; n += THREADS) {
         const int r = n / CHUNKS, x = n % CHUNKS * CHUNK;
         bool exists;
-        const elem* source = row(r, exists);
-        source += exists ? x : 0;
+        const elem* source = at(r, x, exists);
         real* target = tile + r * PITCH + x;
         if constexpr (ASYNCHRONOUS) {
             copy_to_shared<CHUNK * sizeof(elem)>(target, source, exists);
@@ -97,9 +96,9 @@ template <int ROWS, int COLUMNS, int PITCH, class Row> __device__ __forceinline_
 template <int ROWS, int COLUMNS, int PITCH>
 __device__ __forceinline__ void load_tile(real* tile, const elem* from, long long stride, long long count)
 {
-    load_rows<ROWS, COLUMNS, PITCH>(tile, [&](int r, bool& exists) {
+    load_rows<ROWS, COLUMNS, PITCH>(tile, [&](int r, int x, bool& exists) {
         exists = r < count;
-        return exists ? from + r * stride : from;
+        return exists ? from + r * stride + x : from;
     });
 }
 
