@@ -312,7 +312,9 @@ def plan_tiles(
     if blocks is None and few_takes(problem, chip, direction):
         return _few(problem, chip, tiles)
     if blocks is None and few_mma_takes(problem, chip, direction):
-        return _few_mma(problem, chip) or _share_out(problem, chip, tiles)
+        tall = problem.group * problem.Tq > MMA_DEPTH and max(problem.d, problem.dv) <= FEW_MMA_WIDE
+        plans = [_few_mma(problem, chip, rows) for rows in ((FEW_MMA_ROWS, MMA_DEPTH) if tall else (MMA_DEPTH,))]
+        return next((plan for plan in plans if plan), None) or _share_out(problem, chip, tiles)
     return _share_out(problem, chip, tiles) if (problem.algorithm, direction) == ("fa2", "forward") else tiles
 
 
@@ -414,14 +416,13 @@ def few_mma_takes(problem: Problem, chip: Chip, direction: str) -> bool:
     )
 
 
-def _few_mma(problem: Problem, chip: Chip) -> Tiles | None:
+def _few_mma(problem: Problem, chip: Chip, br: int) -> Tiles | None:
     """A queue of K and V for each warp, as long as fits, and parts of the keys that fill the device; None: too wide.
 
     Lengths, which may be known on the device only, decide there how many of the parts there are (``divide``).
     """
     limit, d, dv = _available(problem, chip), problem.d, problem.dv
     rows = problem.group * problem.Tq
-    br = FEW_MMA_ROWS if rows > MMA_DEPTH and max(d, dv) <= FEW_MMA_WIDE else MMA_DEPTH
     bc = FEW_MMA_STEP
     turn = FEW_MMA_WARPS * bc
     columns = max(_padded(d, 32), _padded(dv, 64))

@@ -20,7 +20,7 @@ from test_forward import AWKWARD, awkward, make
 from tolerances import assert_close
 
 import rawflash as rf
-from rawflash import hardware, problem, tiling
+from rawflash import arrays, hardware, problem, tiling
 from rawflash import masks as M
 from rawflash.backends.cupy_raw import append_kv, compile, launch
 
@@ -325,6 +325,89 @@ def test_broken_parts_are_caught(old, new, device_by_name, monkeypatch):
     monkeypatch.setattr(compile, "source", lambda name, preamble: whole(name, preamble).replace(old, new))
     with pytest.raises(AssertionError):
         check(case, reference, backward=False)
+
+
+# ---- few rows of 16 bits ---------------------------------------------------------------------------------------
+
+FEW_ROWS = {
+    "one query": dict(B=1, Hq=4, Hkv=2, Tq=1, Tk=900, d=64),
+    "causal, lengths": dict(B=2, Hq=6, Hkv=2, Tq=3, Tk=700, d=40, dv=72, causal=True, kv_lengths=[700, 300],
+                            q_lengths=[3, 2], sinks=np.linspace(-1, 1, 6, dtype=np.float32)),
+    "window": dict(B=1, Hq=4, Hkv=4, Tq=2, Tk=900, d=20, dv=33, window=(600, 0), q_offset=[850]),
+    "more rows than a product": dict(B=1, Hq=8, Hkv=1, Tq=5, Tk=600, d=128, softcap=3.0),
+    "wide": dict(B=1, Hq=2, Hkv=1, Tq=9, Tk=600, d=256, alibi_slopes=[0.5, 0.01]),
+    "everything": dict(B=1, Hq=2, Hkv=1, Tq=4, Tk=600, d=32, mask=M.Prefix(550),
+                       bias=np.ones((1, 2, 4, 600), np.float16),
+                       dropout=0.3, seed=5),
+}  # fmt: skip
+
+
+def processors(monkeypatch, number):
+    monkeypatch.setattr(problem, "_MEMO", {})
+    monkeypatch.setattr(hardware, "_gpu", lambda device: replace(hardware.CHIPS["sm_90"], processors=number))
+
+
+@pytest.mark.parametrize("number", [1, 132])
+@pytest.mark.parametrize("name", FEW_ROWS)
+def test_few_rows(name, number, device_by_name, monkeypatch):
+    """One part of the keys for each head, or as many as there are; the counters of the parts are zeros again."""
+    case = make(dtype="float16", **FEW_ROWS[name])
+    processors(monkeypatch, number)
+    asked = []
+    counters = launch.Launcher.counters
+
+    def noted(self, count):
+        address = counters(self, count)
+        asked.append((self, address))
+        return address
+
+    monkeypatch.setattr(launch.Launcher, "counters", noted)
+    check(case, case.reference(), small_on_device=name == "one query", backward=False)
+    assert bool(asked) == (number > 1)
+    for launcher, _ in asked:
+        assert not np.asarray(launcher.counts[0]).any()
+
+
+@pytest.mark.parametrize("old, new", [
+    ("weight[n] = exponential(weight[n] - shift);", "weight[n] = 1;"),
+    ("j_low += part * part_keys;", "j_low += 0;"),
+    ("O[r][x][n][c] *= alpha[r][c / 2];", ";"),
+    ("const float weight = exponential(its.x - shift);", "const float weight = 1;"),
+    ("exists = n + row < left;", "exists = true;"),
+    ("const int n = r % 2 + r / 8 * 2,", "const int n = r % 2,"),
+])  # fmt: skip
+def test_broken_few_rows_are_caught(old, new, device_by_name, monkeypatch):
+    case = make(dtype="float16", B=1, Hq=4, Hkv=2, Tq=2, Tk=650, d=64, kv_lengths=[645])
+    case.q[...] *= 4  # maxima that grow, in parts that weigh differently
+    case.k[:, :, 645:] = np.nan
+    reference = case.reference()
+    whole = compile.source
+    assert old in whole("fa2_few_rows.cu", "")
+    processors(monkeypatch, 132)
+    check(case, reference, backward=False)
+    monkeypatch.setattr(problem, "_MEMO", {})
+    monkeypatch.setattr(compile, "source", lambda name, preamble: whole(name, preamble).replace(old, new))
+    with pytest.raises(AssertionError):
+        check(case, reference, backward=False)
+
+
+def test_counters_are_of_a_stream_and_of_a_graph(device_by_name, monkeypatch):
+    """Launches side by side do not count each other's parts: two streams, and two calls in graphs."""
+    case = make(dtype="float16", B=1, Hq=2, Tq=1, Tk=600, d=16)
+    processors(monkeypatch, 132)
+    used = []
+    counters = launch.Launcher.counters
+    monkeypatch.setattr(launch.Launcher, "counters", lambda self, count: used.append(counters(self, count)) or used[-1])
+    stream = arrays.require_cupy().cuda.get_current_stream()
+    check(case, case.reference(), backward=False)
+    check(case, case.reference(), backward=False)
+    monkeypatch.setattr(stream, "ptr", 77)
+    monkeypatch.setattr(stream, "is_capturing", lambda: False, raising=False)
+    check(case, case.reference(), backward=False)
+    monkeypatch.setattr(stream, "is_capturing", lambda: True)
+    for _ in range(launch.SPARE + 1):  # the last two have sets of their own
+        check(case, case.reference(), backward=False)
+    assert used[0] == used[1] and len(set(used)) == len(used) - 1
 
 
 # ---- caches ----------------------------------------------------------------------------------------------------

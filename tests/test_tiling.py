@@ -6,10 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rawflash import tiling
 from rawflash.errors import BackendError, ProblemError, TileError
 from rawflash.hardware import CHIPS, Chip, chip, chip_of, kernels_on
 from rawflash.problem import Problem
-from rawflash.tiling import DAO_BACKWARD_BLOCKS, RESIDENT, STREAMED, key_ranges, parts_of, plan_tiles
+from rawflash.tiling import DAO_BACKWARD_BLOCKS, RESIDENT, STREAMED, Tiles, key_ranges, parts_of, plan_tiles
 from rawflash.traffic import visits
 
 LOOPS = Chip("loops", 1 << 16, 1, "loops")
@@ -304,3 +305,36 @@ def test_parts_cover_what_blocks_of_rows_see(Tq, Tk, causal, left, dtype, proces
     for low, high in ranges:
         assert high - low <= tiles.parts * tiles.part_keys or tiles.parts == 1
         assert 1 <= parts_of(tiles, low, high) <= tiles.parts
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_90"])
+def test_few_rows_of_16_bits_on_a_gpu(arch):
+    """Queues fit every head dimension's shared memory, or the plan is that of the general kernel."""
+    row = replace(kernels_on("cupy_raw", chip(arch)), processors=132)
+
+    def planned(**sizes):
+        fixed = dict(B=2, Hq=8, Hkv=2, Tq=1, Tk=5000, dtype="float16", backend="cupy_raw")
+        return plan_tiles(Problem(**(fixed | sizes)), row, "forward")
+
+    for d in (1, 20, 64, 96, 128, 192, 256):
+        for Tq in (1, 8):
+            tiles = planned(d=d, dv=d, Tq=Tq)
+            assert tiles.smem_bytes <= row.on_chip_bytes
+            assert tiles.family == tiling.FEW_MMA or (arch == "sm_86" and d > 128)
+            assert (tiles.parts - 1) * tiles.part_keys < 5000 <= tiles.parts * tiles.part_keys
+    few = planned(d=64, dv=64)
+    assert few.parts > 1 and few.br == 16 and planned(d=64, dv=64, Tq=5).br == 32
+    assert few.parts * 4 <= 132 * 4 and planned(d=64, dv=64, B=100).parts == 1
+    others = [dict(Tq=17), dict(dtype="float32"), dict(algorithm="fa1"), dict(varlen=True)]
+    assert not any(planned(d=64, dv=64, **other).family == tiling.FEW_MMA for other in others)
+
+
+@pytest.mark.parametrize("parts", [1, 3, 16, 64])
+def test_parts_of_few_rows_cover_their_keys(parts):
+    """`divide` of fa2_few_rows.cu, as the plan has it: no part is empty, and there are no more than asked for."""
+    tiles = Tiles(16, tiling.FEW_MMA_STEP, family=tiling.FEW_MMA, parts=parts)
+    for keys in (0, 1, 127, 128, 129, 5000, 8192, 10**6):
+        count = tiling.parts_of(tiles, 0, keys)
+        _, size = tiling._few_mma_parts(keys, parts, tiling.FEW_MMA_STEP)
+        assert 1 <= count <= parts and size % (tiling.FEW_MMA_STEP * tiling.FEW_MMA_WARPS) == 0
+        assert (count - 1) * size < max(keys, 1) <= max(count * size, 1)
