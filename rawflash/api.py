@@ -338,8 +338,9 @@ def append_kv(
     if source.device is None:
         assert x.home is not None
         block, row = x.home
+        v_new = x.v_new.copy() if np.may_share_memory(x.v_new, x.k_cache) else x.v_new
         x.k_cache[block, :, row] = x.k_new.swapaxes(1, 2)
-        x.v_cache[block, :, row] = x.v_new.swapaxes(1, 2)
+        x.v_cache[block, :, row] = v_new.swapaxes(1, 2)
         return
     from rawflash.backends.cupy_raw.append_kv import append_kv as launch
 

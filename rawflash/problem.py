@@ -112,7 +112,7 @@ _DEVICE = ("q", "k", "v", "k_cache", "v_cache", "k_new", "v_new",
            "dout", "o", "lse", "dlse", "out", "mask", "bias", "sinks")  # fmt: skip
 _HOST_TOO = ("alibi_slopes", "q_lengths", "kv_lengths", "q_offset", "cu_seqlens_q", "cu_seqlens_k", "block_table")
 _NOT_VARLEN = ("mask", "bias", "q_lengths", "kv_lengths")
-_NOT_DECODE = ("mask", "bias", "q_lengths", "dropout", "seed")
+_NOT_DECODE = ("mask", "bias", "q_lengths", "dropout")
 
 
 @dataclass(frozen=True)
@@ -372,6 +372,8 @@ def _block_table(source: arrays.Source, value: Any, batch: int, page: int, like:
     if page < 1:
         raise ProblemError("k_cache has blocks of 0 rows; expected at least 1 with block_table")
     array = _host_array("block_table", value, f"integers of shape (B, max_blocks) = ({batch}, *)")
+    if array.size == 0 and isinstance(value, (list, tuple)):
+        array = array.astype(np.int64)  # rows without entries are floats to NumPy
     if array.dtype.kind not in "iu":
         raise ProblemError(f"block_table has dtype {array.dtype}; expected integers")
     _expect("block_table", array.shape, (batch, None), f"to match {like}")
@@ -401,10 +403,12 @@ def _gathered(blocks: np.ndarray, table: Any, lengths: np.ndarray) -> np.ndarray
     """
     _, heads, page, width = blocks.shape
     made = np.empty((len(lengths), heads, int(lengths.max(initial=0)), width), blocks.dtype)
-    for rows, entries, length in zip(made, table, lengths, strict=True):
-        for n in range(-(-int(length) // page)):
-            at = slice(n * page, min((n + 1) * page, int(length)))
-            rows[:, at] = blocks[entries[n], :, : at.stop - at.start]
+    for rows, entries, length in zip(made, table, lengths.tolist(), strict=True):
+        whole = length // page
+        inside = rows[:, : whole * page].reshape(heads, whole, page, width)
+        inside.swapaxes(0, 1)[...] = blocks[entries[:whole]]
+        if length % page:
+            rows[:, whole * page : length] = blocks[entries[whole], :, : length % page]
     return made
 
 
@@ -566,6 +570,8 @@ def _check(
             raise ProblemError(f"{name} is not accepted with cu_seqlens; expected None")
         if decode and name in _NOT_DECODE and value is not None and not (type(value) in (int, float) and value == 0):
             raise ProblemError(f"{name} is not an option of attention_decode; expected it in a call of attention")
+    if decode and options.get("kv_lengths") is None:
+        raise ProblemError("kv_lengths is None; expected how many keys of each sequence are valid, integers (B,)")
     k_name, v_name = (_called(name, decode) for name in ("k", "v"))
 
     def option(name: str, default: Any = None) -> Any:
@@ -667,10 +673,8 @@ def _check(
         kv_lengths = _lengths(source, "kv_lengths", option("kv_lengths"), batch, rows_k)
     if table is not None:
         _check_blocks(source, table, kv_lengths, blocks, page)
-    if page and not gpu:  # a copy, so that what computes there need not know of blocks
-        k4, v4 = (_gathered(array, table, kv_lengths) for array in (k4, v4))
-        source.copied += (k_name, v_name)
-        longest_k, page, table = k4.shape[2], 0, None
+        if not gpu:
+            longest_k = int(kv_lengths.max(initial=0))  # of the copy that is made below
     offset_given = option("q_offset") is not None
     if _on_device(source, "q_offset", option("q_offset"), (batch,)):
         q_offset = np.zeros(batch, np.int64)
@@ -693,6 +697,10 @@ def _check(
     target = None
     if option("out") is not None:
         target = _check_out(source, option("out"), out_shape, dtype, layout)
+    if page and not gpu:  # a copy, so that what computes there need not know of blocks
+        k4, v4 = (_gathered(array, table, kv_lengths) for array in (k4, v4))
+        source.copied += (k_name, v_name)
+        page, table = 0, None
 
     problem = Problem(
         B=batch, Hq=heads_q, Hkv=heads_kv, Tq=longest_q, Tk=longest_k, d=d, dv=dv, dtype=dtype,

@@ -188,8 +188,10 @@ class Tiles:
             lines.append("  float32 products on tensor cores, by six products of bfloat16 parts")
         if self.family == MMA and any(tile.where == REGISTERS for tile in self.resident):
             lines.append("  products of 16-bit numbers on tensor cores, P and dS rounded to 16 bits, sums in float32")
-        if self.family in (FEW, FEW_MMA):
+        if self.family == FEW:
             lines.append("  one row of K or V read for all query heads that share it")
+        if self.family == FEW_MMA:
+            lines.append(f"  one row of K or V read for {self.br} rows of query heads that share it, on tensor cores")
         if self.parts > 1:
             lines.append(f"  keys in up to {self.parts} parts of {self.part_keys}, merged by their m and l")
         if self.panel:

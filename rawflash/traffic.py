@@ -473,10 +473,12 @@ def _fa1_forward(c: _Call) -> None:
 def _fa2_forward(c: _Call) -> None:
     """O(T^2 d^2 / M): an inner step loads K and V (algorithm 3, equation 50). O of parts of the keys is merged.
 
-    The kernel for few rows loads them once for the query heads that share them (where these see the same blocks).
+    Kernels for few rows load them once for the query heads that share them (where these see the same blocks).
     """
     v, d, dv = c.v, c.problem.d, c.problem.dv
     k_rows = v.k_rows // c.problem.group if c.tiles.family in (FEW, FEW_MMA) else v.k_rows
+    if c.tiles.family == FEW_MMA:  # more rows than a tile has take another block of threads, which reads them again
+        k_rows *= -(-c.problem.group * c.problem.Tq // c.tiles.br)
     c.load(Q=(v.q + c.again) * d, K=k_rows * d, V=k_rows * dv, O=c.parts * dv, m=c.parts, l=c.parts)
     c.store(O=(v.q + c.parts) * dv, m=c.parts, l=c.parts, lse=v.q)
     c.forward_flops()

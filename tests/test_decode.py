@@ -420,3 +420,21 @@ def test_wrong_calls(name, function):
         getattr(rf, function)(**made)
     for key in ("k_cache", "v_cache"):
         assert not made[key].any()
+
+
+def test_lengths_are_asked_for():
+    case = make()
+    with pytest.raises(rf.ProblemError, match="kv_lengths is None"):
+        rf.attention_decode(case.q, *case.caches()[:2], None)
+
+
+def test_a_table_without_blocks():
+    q, cache = np.ones((2, 1, 1, 4)), np.ones((3, 1, 8, 4))
+    assert not rf.attention_decode(q, cache, cache, [0, 0], [[], []]).any()
+
+
+def test_new_values_that_lie_in_the_key_cache():
+    cache = np.arange(8.0).reshape(1, 1, 8, 1)
+    k_cache, v_cache = cache.copy(), np.zeros((1, 1, 8, 1))
+    rf.append_kv(k_cache, v_cache, cache[:, :, 4:6], k_cache[:, :, 2:4], [2])
+    assert k_cache[0, 0, 2:4, 0].tolist() == [4, 5] and v_cache[0, 0, 2:4, 0].tolist() == [2, 3]

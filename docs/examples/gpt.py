@@ -182,7 +182,7 @@ class Training:
         loss, gradients = loss_and_gradients(self.params, tokens, config, xp)
         self.losses.append(loss)
         t = self.step
-        rate = config.rate * min(1.0, t / config.warmup) * math.sqrt(1 - BETA2**t) / (1 - BETA1**t)
+        rate = config.rate * min(1.0, t / max(config.warmup, 1)) * math.sqrt(1 - BETA2**t) / (1 - BETA1**t)
         for name, p in self.params.items():
             g, m, v = gradients[name], self.m[name], self.v[name]
             m += (1 - BETA1) * (g - m)
@@ -208,6 +208,8 @@ class Training:
 
     def load(self, path):
         """Go on from a checkpoint of the same configuration."""
+        if not Path(path).exists():
+            raise SystemExit(f"there is no checkpoint {path} to go on from")
         with np.load(path) as state:
             about = json.loads(str(state["about"]))
             if about != asdict(self.config):
@@ -278,7 +280,7 @@ def decode(params, tokens, cache, length, config, xp):
 def sample(params, prompt, count, config, xp, temperature=0.8, seed=0):
     """The prompt and ``count`` bytes after it, drawn one by one."""
     rng = np.random.default_rng(seed)
-    text = list(prompt)
+    text = list(prompt) or [ord("\n")]
     cache = new_cache(config, len(text) + count, xp)
     new, length = text, 0
     for _ in range(count):
@@ -297,6 +299,8 @@ def sample(params, prompt, count, config, xp, temperature=0.8, seed=0):
 def plot(losses, unigram, path):
     """The loss of every step and its running mean, as an SVG file."""
     width, height, left, top, right, bottom = 680, 380, 52, 20, 16, 44
+    if not losses:
+        raise SystemExit("there are no losses to draw yet: --steps is 0")
     high = math.ceil(max(*losses, unigram))
     last = max(len(losses), 2)
 

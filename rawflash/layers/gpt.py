@@ -310,6 +310,9 @@ def gpt_block_backward(
     p = _check(x, params)
     namespace(x=x, dout=dout)
     check_shape("dout", dout, x.shape, "the shape of x")
+    check_shape("saved.n1", saved.n1, x.shape, "the shape of x: what return_saved=True returned for this call")
+    if "wrt" in options:
+        raise ProblemError("wrt is not an option of gpt_block_backward; expected it in multi_head_attention_backward")
     n1, heads, h, n2, u, a = saved
 
     dw2 = rows(a).T @ rows(dout)

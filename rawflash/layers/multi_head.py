@@ -171,6 +171,11 @@ def multi_head_attention_backward(
     elif not isinstance(saved, MultiHeadSaved):
         raise ProblemError(f"saved is a {type(saved).__name__}; expected what return_saved=True returned")
     q, k, v, o, lse = saved
+    heads = num_heads if num_kv_heads is None else num_kv_heads
+    for name, array, count in (("q", q, num_heads), ("k", k, heads), ("v", v, heads), ("o", o, num_heads)):
+        length = (x if name in "qo" or context is None else context).shape[:-1]
+        expected = (*length, count, array.shape[-1])
+        check_shape(f"saved.{name}", array, expected, "what return_saved=True returned for this call")
     source = x if context is None else context
 
     dwo = rows(merged(o)).T @ rows(dout)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import struct
+import threading
 from array import array
 from collections.abc import Iterable
 from typing import Any
@@ -33,7 +34,7 @@ VECTOR_BYTES = 16
 DEPTHS = {SPLIT: 16, DOUBLE: 8}  # products that a tensor core sums at a time (DEPTH in mma/)
 MOST_STRIDING = 4096  # blocks of a grid that strides
 LARGEST_GRID = 2**31 - 1
-SPARE = 16  # sets of counters that are made at a time
+SPARE = 64  # sets of counters that are made at a time
 # Constants that the text of a kernel is chosen by; the others are numbers in it.
 SWITCHES = ("PIECES", "SPLIT", "TYPE", "BIAS_TYPE", "SLOPE_TYPE", "SINK_TYPE", "ALIGNED", "PACKED", "BAND", "BIAS",
             "BIAS_OVER_ROWS", "BIAS_OVER_KEYS", "ALIBI", "SOFTCAP", "SINKS", "DROPOUT", "DLSE",
@@ -221,8 +222,8 @@ class Launcher:
         self.module = load(file, problem, tiles, x.visibility.mask, len(words), x.device, **found)
         self.functions: dict[str, Any] = {}
         self.uploads = Uploads()
-        self.counts: dict[int, Any] = {}  # by stream
-        self.spare: dict[int, list[Any]] = {}
+        self.counts: dict[tuple[int, int], Any] = {}  # by stream and thread
+        self.spare: dict[tuple[int, int], list[Any]] = {}
         self.template = np.zeros(len(FIELDS), np.int64)
         # Addresses that change from call to call: the argument's name and its word.
         arguments = [name for name in x.addresses if name not in _ELSEWHERE]
@@ -334,7 +335,8 @@ class Launcher:
         """Address of ``count`` 32-bit zeros, which the kernels leave as zeros; calls side by side have their own."""
         import cupy
 
-        stream = cupy.cuda.get_current_stream().ptr
+        # Each thread has a default stream of its own that all of them call by the same name.
+        stream = cupy.cuda.get_current_stream().ptr, threading.get_ident()
         if capturing():  # a graph may run beside calls and other graphs; without a spare set it clears its own
             spare = self.spare.get(stream)
             made = spare.pop() if spare else cupy.zeros(count, np.uint32)
