@@ -668,3 +668,20 @@ def test_cupy_is_numpy(name, dtype, rng):
         assert type(result) is cupy.ndarray and result.dtype == host.dtype
         bound = 1e-12 if dtype == "float64" else 64 * np.finfo(np.float32).eps
         np.testing.assert_allclose(to_host(result), host, rtol=0, atol=bound * max(1.0, np.abs(host).max()))
+
+
+def test_saved_values_of_another_call_are_refused():
+    rng = np.random.default_rng(0)
+    x, *weights = rng.standard_normal((5, 8, 8))
+    attend, gradient = layers.multi_head_attention, layers.multi_head_attention_backward
+    out, saved = attend(x, *weights, num_heads=2, return_saved=True)
+    for other, heads in ((x, 4), (x[:5], 2)):
+        with pytest.raises(rf.ProblemError, match="saved"):
+            gradient(out[: len(other)], other, *weights, num_heads=heads, saved=saved)
+    params = dict(zip(("wq", "wk", "wv", "wo"), weights, strict=True))
+    params |= {"norm1": np.ones(8), "norm2": np.ones(8), "w1": x, "w2": x}
+    out, saved = layers.gpt_block(x, params, 2, return_saved=True)
+    with pytest.raises(rf.ProblemError, match="saved"):
+        layers.gpt_block_backward(out[:5], x[:5], params, 2, saved=saved)
+    with pytest.raises(rf.ProblemError, match="wrt is not an option of gpt_block_backward"):
+        layers.gpt_block_backward(out, x, params, 2, saved=saved, wrt=("bias",))

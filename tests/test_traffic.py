@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from strategies import problems, varlen_problems
 
 import rawflash as rf
-from rawflash import masks
+from rawflash import hardware, masks
 from rawflash.arrays import Result
 from rawflash.backends import lookup
 from rawflash.backends.numpy_tiled.fa2_backward import fa2_backward
@@ -18,7 +18,7 @@ from rawflash.backends.numpy_tiled.memory import Memory
 from rawflash.errors import TileError
 from rawflash.hardware import chip_of
 from rawflash.problem import Problem, check
-from rawflash.tiling import DAO_BACKWARD_BLOCKS, Tiles, plan_tiles
+from rawflash.tiling import DAO_BACKWARD_BLOCKS, FEW_MMA, Tiles, plan_tiles
 from rawflash.traffic import Traffic, traffic, visits
 
 T, D = 256, 16
@@ -282,3 +282,15 @@ def test_memory_is_strict():
     memory.alloc("S", (5, 2))
     assert memory.peak == 10 and memory.resident == {"S": 10}
     assert "peak 10 elements on chip, M = 10" in str(memory)
+
+
+def test_few_rows_on_tensor_cores_read_keys_once_for_each_tile_of_rows():
+    """More rows of query heads than a tile has take another block of threads, which reads all keys again."""
+    device = replace(hardware.kernels_on("cupy_raw", hardware.chip("sm_90")), processors=132)
+    keys = {}
+    for heads in (8, 32, 33, 128):
+        p = Problem(Hq=heads, Hkv=1, Tq=1, Tk=4096, d=128, dv=128, dtype="bfloat16", backend="cupy_raw")
+        tiles = plan_tiles(p, device, "forward")
+        assert tiles.family == FEW_MMA
+        keys[heads] = traffic(p, tiles, "forward").load("K") / (4096 * 128)
+    assert keys == {8: 1, 32: 1, 33: 2, 128: 4}
