@@ -1,0 +1,1 @@
+"""Benchmarks: ``python -m bench.run``, ``python -m bench.traffic``, ``python -m bench.report``."""
