@@ -24,13 +24,12 @@
 
 constexpr int WARP_SIZE = 32;
 constexpr int WARPS = THREADS / WARP_SIZE;
-constexpr int DEPTH = 16;           // keys that a product sums over
-constexpr int STEP = BC;            // that a warp takes at a time
-constexpr int GROUPS = STEP / DEPTH;
+constexpr int STEP = 16;            // keys that a warp takes at a time: a product sums over them
 constexpr int TURN = WARPS * STEP;  // and all warps
+static_assert(BC == STEP, "rows of K or V in a unit");
 constexpr int M = BR / 16;          // tensor-core products have 16 rows
 constexpr int PIECES_D = ceil_div(D, 32), PIECES_V = ceil_div(DV, 64);  // of 32 numbers of a row of Q or K, of 64 of V
-constexpr int SLOTS = GROUPS * most_of(2 * PIECES_D, 4 * PIECES_V);     // of 16 bytes, for each lane: a unit, the rows of K or V of a step
+constexpr int SLOTS = most_of(2 * PIECES_D, 4 * PIECES_V);              // of 16 bytes, for each lane: a unit, the rows of K or V of a step
 constexpr bool Q_ON_CHIP = M * PIECES_D > 4;  // where O leaves too few registers
 constexpr int Q_BYTES = Q_ON_CHIP ? BR * PIECES_D * 32 * (int)sizeof(elem) : 0;
 constexpr int UNITS = (TILE_BYTES - Q_BYTES) / (WARPS * WARP_SIZE * SLOTS * VECTOR_BYTES);
@@ -39,8 +38,7 @@ static_assert(WARPS == 8, "each takes four columns of a lane at the end");
 static_assert(HALVES == 2 || M == 1, "rows of a product, of which the second eight may not exist");
 constexpr int MERGED = 4;  // neighbouring columns that a lane merges
 constexpr int MOST_PARTS = 64;
-constexpr unsigned ALL = (1u << GROUPS) - 1;
-constexpr bool IN_ONE_BLOCK = PAGE && PAGE % DEPTH == 0;  // the keys of a group
+constexpr bool IN_ONE_BLOCK = PAGE && PAGE % STEP == 0;  // the keys of a step
 
 // Eight neighbouring numbers, two in a word: what a lane copies, and its operands.
 struct alignas(VECTOR_BYTES) Piece { unsigned x[4]; };
@@ -247,11 +245,11 @@ extern "C" __global__ void __launch_bounds__(THREADS) fa2_few_rows(const __grid_
     // The queue: 16 rows of K, then of V, and so on
     Piece* const queue = (Piece*)on_chip + warp * UNITS * SLOTS * WARP_SIZE;
     long long asked_for = j_low + warp * STEP;  // key of the next unit
-    // What the table says of a paged cache, if all keys of a group are in one block: a lane knows it for the n-th of 32 groups, and for that of
+    // What the table says of a paged cache, if all keys of a step are in one block: a lane knows it for the n-th of 32 steps, and for that of
     // the next 32, asked for long before, as it waits behind all the rows that are under way.
-    table_entry now = 0, next = 0, block[GROUPS] = {};
+    table_entry now = 0, next = 0, block = 0;
     auto look_up = [&](long long first, int n) {
-        const long long j = first + (n + lane) / GROUPS * TURN + (n + lane) % GROUPS * DEPTH;
+        const long long j = first + (n + lane) * TURN;
         return IN_ONE_BLOCK && j < j_high ? block_of(call, s.b, j) : table_entry(0);
     };
     if constexpr (IN_ONE_BLOCK) {
@@ -260,30 +258,24 @@ extern "C" __global__ void __launch_bounds__(THREADS) fa2_few_rows(const __grid_
     }
     const Copies<D, 4 * PIECES_D> of_K(key_slot);
     const Copies<DV, 8 * PIECES_V> of_V(value_slot);
-    int groups = 0;  // of K that were asked for
+    int steps = 0;  // that were asked for
     unsigned exist = 0;  // a bit for each of them: does its block exist? The last one's is the lowest
     auto ask_for = [&](bool values, int unit) {
         if (asked_for < j_high) {
             Piece* const to = queue + unit * SLOTS * WARP_SIZE;
             const Matrix& matrix = values ? call.v : call.k;
-            const elem* first[GROUPS];
-            bool there[GROUPS];
-#pragma unroll
-            for (int k = 0; k < GROUPS; k++) {
-                if (IN_ONE_BLOCK && !values)
-                    block[k] = __shfl_sync(WARP, now, groups % WARP_SIZE + k);
-                const Place place = place_in(call, s, asked_for + k * DEPTH, block[k]);
-                first[k] = row_of(matrix, place.slot, h_kv, place.t);
-                there[k] = place.exists;
-                if (!values)
-                    exist = exist << 1 | place.exists;
-            }
+            if (IN_ONE_BLOCK && !values)
+                block = __shfl_sync(WARP, now, steps % WARP_SIZE);
+            const Place its = place_in(call, s, asked_for, block);
+            const elem* const first = row_of(matrix, its.slot, h_kv, its.t);
+            if (!values)
+                exist = exist << 1 | its.exists;
             const int left = (int)least(j_high - asked_for, STEP);
             auto from = [&](int n, int row, bool& exists) {
                 exists = n + row < left;
                 if constexpr (!PAGE || IN_ONE_BLOCK) {
-                    exists = exists && there[n / DEPTH];
-                    return first[n / DEPTH] + (n % DEPTH + row) * matrix.row;
+                    exists = exists && its.exists;
+                    return first + (n + row) * matrix.row;
                 }
                 const Place place = exists ? place_of(call, s, asked_for + n + row) : Place{0, 0, false};
                 exists = place.exists;
@@ -296,8 +288,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) fa2_few_rows(const __grid_
         }
         if (values) {
             asked_for += TURN;
-            groups += GROUPS;
-            if (IN_ONE_BLOCK && groups % WARP_SIZE == 0) {
+            steps++;
+            if (IN_ONE_BLOCK && steps % WARP_SIZE == 0) {
                 now = next;
                 next = look_up(asked_for, WARP_SIZE);
             }
@@ -364,15 +356,15 @@ extern "C" __global__ void __launch_bounds__(THREADS) fa2_few_rows(const __grid_
         await_groups<UNITS - 2>();
         __syncwarp();  // K_j is there, and no lane reads the unit before any more
         ask_for(UNITS % 2 == 0, unit == 0 ? UNITS - 1 : unit - 1);
-        float S[M][2 * GROUPS][4];
+        float S[M][2][4];
 #pragma unroll
         for (int r = 0; r < M; r++)
             fill(S[r], 0.0f);
 #pragma unroll
         for (int x = 0; x < PIECES_D; x++) {
-            Piece K[2 * GROUPS];
+            Piece K[2];
 #pragma unroll
-            for (int n = 0; n < 2 * GROUPS; n++)
+            for (int n = 0; n < 2; n++)
                 K[n] = queue[unit * SLOTS * WARP_SIZE + key_slot(8 * n + g, 4 * x + t)];
 #pragma unroll
             for (int r = 0; r < M; r++) {
@@ -383,7 +375,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) fa2_few_rows(const __grid_
 #pragma unroll
                 for (int y = 0; y < 4; y += 2)
 #pragma unroll
-                    for (int n = 0; n < 2 * GROUPS; n++)
+                    for (int n = 0; n < 2; n++)
                         multiply(S[r][n], {q[0].x[y], q[1].x[y], q[0].x[y + 1], q[1].x[y + 1]}, {K[n].x[y], K[n].x[y + 1]});
             }
         }
@@ -395,11 +387,11 @@ extern "C" __global__ void __launch_bounds__(THREADS) fa2_few_rows(const __grid_
         if constexpr (BAND)
             full = full && band_tile(call.band_lower, call.band_upper, 0, call.Tq, j0, j0 + STEP, s.offset) == FULL;
         if constexpr (PAGE)
-            full = full && IN_ONE_BLOCK && (exist >> ahead * GROUPS & ALL) == ALL;
+            full = full && IN_ONE_BLOCK && (exist >> ahead & 1);
 #pragma unroll
         for (int r = 0; r < M; r++)
 #pragma unroll
-            for (int n = 0; n < 8 * GROUPS; n++) {
+            for (int n = 0; n < 8; n++) {
                 float& x = S[r][n / 4][n % 4];
                 const int half = n % 4 / 2;
                 if (half >= HALVES)  // no such rows: 0, as the products are
@@ -421,7 +413,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) fa2_few_rows(const __grid_
             for (int half = 0; half < HALVES; half++) {
                 float highest = S[r][0][2 * half];
 #pragma unroll
-                for (int n = 1; n < 4 * GROUPS; n++)
+                for (int n = 1; n < 4; n++)
                     highest = larger(highest, S[r][n / 2][2 * half + n % 2]);
                 highest = larger(m[r][half], maximum_of_lanes<4>(highest));
                 const float shift = highest == -INFINITE ? 0.0f : highest;
@@ -430,7 +422,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) fa2_few_rows(const __grid_
                 m[r][half] = highest;
                 float total = 0;
 #pragma unroll
-                for (int n = 0; n < 4 * GROUPS; n++) {
+                for (int n = 0; n < 4; n++) {
                     float& x = S[r][n / 2][2 * half + n % 2];
                     x = exponential(x - shift);
                     total += x;
@@ -455,28 +447,25 @@ extern "C" __global__ void __launch_bounds__(THREADS) fa2_few_rows(const __grid_
         await_groups<UNITS - 2>();
         __syncwarp();  // V_j is there, and no lane reads K_j any more
         ask_for(UNITS % 2 == 1, unit == 0 ? UNITS - 1 : unit - 1);
+        unsigned P[M][4];
 #pragma unroll
-        for (int k = 0; k < GROUPS; k++) {
-            unsigned P[M][4];
+        for (int r = 0; r < M; r++)
 #pragma unroll
-            for (int r = 0; r < M; r++)
+            for (int n = 0; n < 4; n++)
+                P[r][n] = word_of(S[r][n / 2][n % 2 * 2], S[r][n / 2][n % 2 * 2 + 1]);
 #pragma unroll
-                for (int n = 0; n < 4; n++)
-                    P[r][n] = word_of(S[r][2 * k + n / 2][n % 2 * 2], S[r][2 * k + n / 2][n % 2 * 2 + 1]);
+        for (int x = 0; x < PIECES_V; x++) {
+            Piece V[4];
 #pragma unroll
-            for (int x = 0; x < PIECES_V; x++) {
-                Piece V[4];
+            for (int n = 0; n < 4; n++)
+                V[n] = queue[unit * SLOTS * WARP_SIZE + value_slot(2 * t + n % 2 + 8 * (n / 2), 8 * x + g)];
 #pragma unroll
-                for (int n = 0; n < 4; n++)
-                    V[n] = queue[unit * SLOTS * WARP_SIZE + value_slot(DEPTH * k + 2 * t + n % 2 + 8 * (n / 2), 8 * x + g)];
+            for (int n = 0; n < 8; n++) {  // column 64 x + 8 g + n of two keys each in a word
+                const unsigned halves = n % 2 ? 0x7632 : 0x5410;
+                const unsigned b[2] = {__byte_perm(V[0].x[n / 2], V[1].x[n / 2], halves), __byte_perm(V[2].x[n / 2], V[3].x[n / 2], halves)};
 #pragma unroll
-                for (int n = 0; n < 8; n++) {  // column 64 x + 8 g + n of two keys each in a word
-                    const unsigned halves = n % 2 ? 0x7632 : 0x5410;
-                    const unsigned b[2] = {__byte_perm(V[0].x[n / 2], V[1].x[n / 2], halves), __byte_perm(V[2].x[n / 2], V[3].x[n / 2], halves)};
-#pragma unroll
-                    for (int r = 0; r < M; r++)
-                        multiply(O[r][x][n], P[r], b);
-                }
+                for (int r = 0; r < M; r++)
+                    multiply(O[r][x][n], P[r], b);
             }
         }
         unit = unit + 1 == UNITS ? 0 : unit + 1;
