@@ -64,6 +64,7 @@ FEW_PART = 1024  # keys that a part of them has at least
 FEW_PIECES = 128  # parts of all K/V heads together: enough for threads to end together
 FEW_MMA = "few rows, mma"  # family of cupy_raw's fa2 forward pass for few queries in 16 bits (cuda/fa2_few_rows.cu)
 FEW_MMA_QUERIES = 16  # of a head
+FEW_MMA_KEYS = 1 << 30  # so that their numbers have 32 bits
 FEW_MMA_WARPS = 8  # of a block of threads, of which a multiprocessor has one
 FEW_MMA_ROWS = 32  # of a block, where accumulators leave registers for more than one product's
 FEW_MMA_WIDE = 128  # head dimension up to which they do
@@ -71,7 +72,7 @@ FEW_MMA_STEP = 16  # keys that a warp takes at a time; 32 are slower
 FEW_MMA_QUEUE = 64 << 10  # bytes of K and V on their way: more gains nothing
 FEW_MMA_UNITS = 3  # of it, at least
 FEW_MMA_REGISTERS = 16 * 128  # numbers of Q that a block keeps in registers
-FEW_MMA_LEAST = 256  # keys of a part
+FEW_MMA_LEAST = 256  # keys for each part
 FEW_MMA_START, FEW_MMA_MERGE = 1.0, 1.5  # what a thread block costs beside its turns, and what merging costs, in turns
 PART_STEPS = 4  # blocks of keys that a part of them has at least
 PART_MOST = 64  # parts of the keys
@@ -334,7 +335,7 @@ def key_ranges(problem: Problem, br: int, bc: int, Tq: int, Tk: int, offset: int
 
 
 def parts_of(tiles: Tiles, low: int, high: int) -> int:
-    """Into how many parts a range of keys is divided: ``parts_of`` in fa2_forward.cu, ``divide`` in fa2_few_rows.cu."""
+    """Into how many parts a range of keys is divided: ``parts_of`` in fa2_forward.cu and fa2_few_rows.cu."""
     if tiles.family == FEW_MMA:
         return _few_mma_parts(max(high - low, 0), tiles.parts, tiles.bc)[0]
     return 1 if tiles.parts == 1 else min(max(-(-(high - low) // tiles.part_keys), 1), tiles.parts)
@@ -414,6 +415,7 @@ def few_mma_takes(problem: Problem, chip: Chip, direction: str) -> bool:
         (chip.family, problem.algorithm, direction) == (TENSOR, "fa2", "forward")
         and problem.dtype in ("float16", "bfloat16")
         and 0 < problem.Tq <= FEW_MMA_QUERIES
+        and problem.Tk <= FEW_MMA_KEYS
         and not problem.varlen
     )
 
@@ -421,7 +423,7 @@ def few_mma_takes(problem: Problem, chip: Chip, direction: str) -> bool:
 def _few_mma(problem: Problem, chip: Chip, br: int) -> Tiles | None:
     """A queue of K and V for each warp, as long as fits, and parts of the keys that fill the device; None: too wide.
 
-    Lengths, which may be known on the device only, decide there how many of the parts there are (``divide``).
+    Lengths, which may be known on the device only, decide there how many of the parts there are (``parts_of``).
     """
     limit, d, dv = _available(problem, chip), problem.d, problem.dv
     rows = problem.group * problem.Tq
@@ -459,10 +461,11 @@ def _few_mma(problem: Problem, chip: Chip, br: int) -> Tiles | None:
 
 
 def _few_mma_parts(keys: int, parts: int, bc: int) -> tuple[int, int]:
-    """How many of the parts a number of keys is divided into, and how many keys each has (``divide``)."""
+    """Among how many of the parts a number of keys goes round, turn by turn, and how many keys one has at most."""
     turn = FEW_MMA_WARPS * bc
-    size = max(FEW_MMA_LEAST, -(-(-(-keys // turn)) // parts) * turn)
-    return min(max(-(-keys // size), 1), parts), size
+    turns = -(-keys // turn)
+    parts = min(max(turns // (FEW_MMA_LEAST // turn), 1), parts)
+    return parts, max(-(-turns // parts), 1) * turn
 
 
 def _available(problem: Problem, chip: Chip) -> int:

@@ -43,8 +43,8 @@ inline double __longlong_as_double(long long x) { return bits<double>(x); }
 inline unsigned __umulhi(unsigned x, unsigned y) { return (unsigned)((uint64_t)x * y >> 32); }
 template <class T> inline T __ldg(const T* p) { return *p; }
 template <class T> inline T __ldcg(const T* p) { return *p; }
-inline void __threadfence() {}
-inline unsigned atomicInc(unsigned* p, unsigned most) { const unsigned x = *p; *p = x >= most ? 0 : x + 1; return x; }
+inline long long in_register(long long x) { return x; }
+inline unsigned count_and_see(unsigned* p, unsigned most) { const unsigned x = *p; *p = x >= most ? 0 : x + 1; return x; }
 template <class T> inline void atomicAdd(T* p, T x) { *p += x; }
 inline void atomicAdd(float2* p, float2 x) { p->x += x.x, p->y += x.y; }
 inline void atomicAdd(float4* p, float4 x) { p->x += x.x, p->y += x.y, p->z += x.z, p->w += x.w; }

@@ -27,17 +27,19 @@ constexpr int WARPS = THREADS / WARP_SIZE;
 constexpr int STEP = 16;            // keys that a warp takes at a time: a product sums over them
 constexpr int TURN = WARPS * STEP;  // and all warps
 static_assert(BC == STEP, "rows of K or V in a unit");
+static_assert(!PACKED, "sequence b is entry b of the arrays");
 constexpr int M = BR / 16;          // tensor-core products have 16 rows
 constexpr int PIECES_D = ceil_div(D, 32), PIECES_V = ceil_div(DV, 64);  // of 32 numbers of a row of Q or K, of 64 of V
 constexpr int SLOTS = most_of(2 * PIECES_D, 4 * PIECES_V);              // of 16 bytes, for each lane: a unit, the rows of K or V of a step
 constexpr bool Q_ON_CHIP = M * PIECES_D > 4;  // where O leaves too few registers
 constexpr int Q_BYTES = Q_ON_CHIP ? BR * PIECES_D * 32 * (int)sizeof(elem) : 0;
 constexpr int UNITS = (TILE_BYTES - Q_BYTES) / (WARPS * WARP_SIZE * SLOTS * VECTOR_BYTES);
-static_assert(UNITS >= 2 && TILE_BYTES >= WARPS * M * WARP_SIZE * (2 * 16 * 4 + 2 * 8), "what the queues need, and the end");
-static_assert(WARPS == 8, "each takes four columns of a lane at the end");
+static_assert(UNITS >= 2 && TILE_BYTES >= WARPS * M * HALVES * WARP_SIZE * (4 * 16 + 8), "what the queues need, and the end");
 static_assert(HALVES == 2 || M == 1, "rows of a product, of which the second eight may not exist");
 constexpr int MERGED = 4;  // neighbouring columns that a lane merges
 constexpr int MOST_PARTS = 64;
+constexpr int EARLY = 16;    // parts whose O is asked for before their weights are known
+constexpr unsigned NONE = ~0u;  // no block of the cache
 constexpr bool IN_ONE_BLOCK = PAGE && PAGE % STEP == 0;  // the keys of a step
 
 // Eight neighbouring numbers, two in a word: what a lane copies, and its operands.
@@ -74,6 +76,13 @@ __device__ __forceinline__ int value_slot(int r, int x)
     return (n * PIECES_V + x / 8) * WARP_SIZE + t * 8 + (x % 8 ^ 2 * t);
 }
 
+// A row of a block: query i of a head; rows that only fill the block up do not exist.
+struct Row {
+    Head at;
+    long long i;
+    bool exists;
+};
+
 // Copies of a unit whose rows have COLUMNS numbers, COUNT times 16 bytes. TOGETHER neighbouring lanes copy neighbours; a lane then goes on ROWS
 // rows and TOGETHER pieces at a time. Where its pieces lie depends on the lane in two ways only, in turn: these are its `places`.
 template <int COLUMNS, int COUNT> struct Copies {
@@ -88,13 +97,13 @@ template <int COLUMNS, int COUNT> struct Copies {
             places[n] = TOGETHER == 8 ? slot(4 * n + row, piece) : slot(row, 4 * n + piece);
     }
 
-    // from(n, exists): where row n + this->row begins.
+    // from(n, exists): where this lane's first piece of row n + this->row is.
     template <class Slot, class From> __device__ __forceinline__ void begin(Piece* to, const Slot& slot, const From& from) const
     {
 #pragma unroll
         for (int n = 0; n < STEP; n += ROWS) {
             bool exists;
-            const elem* const source = from(n, exists) + 8 * piece;
+            const elem* const source = from(n, exists);
 #pragma unroll
             for (int x = 0; x < COUNT; x += TOGETHER) {
                 Piece* const target = to + places[TOGETHER == 8 ? n / 4 % 2 : x / 4 % 2] + slot(n / 8 * 8, x / 8 * 8);
@@ -112,24 +121,21 @@ template <int COLUMNS, int COUNT> struct Copies {
 };
 
 // The keys that any row sees but for the mask, from the start of a step.
-__device__ __forceinline__ void seen_keys(const Call& call, const Sequence& s, long long& j_low, long long& j_high)
+__device__ __forceinline__ void seen_keys(const Call& call, const Sequence& s, int& j_low, int& j_high)
 {
     j_low = 0;
-    j_high = s.q_length > 0 ? s.kv_length : 0;
+    j_high = s.q_length > 0 ? (int)s.kv_length : 0;
     if constexpr (BAND) {
-        j_low = clamp(s.offset + call.band_lower, 0, j_high) / STEP * STEP;
-        j_high = clamp(s.q_length + s.offset + call.band_upper, 0, j_high);
+        j_low = (int)clamp(s.offset + call.band_lower, 0, j_high) / STEP * STEP;
+        j_high = (int)clamp(s.q_length + s.offset + call.band_upper, 0, j_high);
     }
 }
 
-// Into how many parts these keys are divided, at least one, and how many each has; the last takes what is left. The lengths decide, which
-// only the device may know. In 32 bits, as everything here that divides: in 64 that takes as long as memory does.
-__device__ __forceinline__ int divide(const Call& call, long long j_low, long long j_high, long long& part_keys)
+// Among how many parts the turns of these keys go round, at least one. The lengths decide, which only the device may know.
+__device__ __forceinline__ int parts_of(const Call& call, int j_low, int j_high)
 {
-    const unsigned turns = (unsigned)(most(j_high - j_low + TURN - 1, 0) / TURN), parts = (unsigned)call.parts;
-    const unsigned size = (unsigned)most(call.part_keys / TURN, (turns + parts - 1) / parts);
-    part_keys = (long long)size * TURN;
-    return (int)most((turns + size - 1) / size, 1);
+    const unsigned turns = (unsigned)(most(j_high - j_low, 0) + TURN - 1) / TURN, least_turns = (unsigned)call.part_keys / TURN;
+    return (int)clamp(turns / least_turns, 1, call.parts);
 }
 
 __device__ __forceinline__ long long rows_of_part(const Call& call) { return call.B * call.Hq * call.Tq; }
@@ -180,45 +186,62 @@ __device__ __forceinline__ void finish_four(
 __device__ __forceinline__ void merge_parts(const Call& call, const Head& at, int parts, long long i)
 {
     const Sequence& s = at.s;
-    // A lane for each part: its weight; then a lane for every few columns
+    auto read = [&](int part, int column) {
+        const float* const from = sums_of_part(call, at, part, i) + column;
+        Four O = {};
+        if (DV % MERGED == 0) {
+            if (i < s.q_length && part < parts && column < DV)
+                O = four_of(__ldcg(reinterpret_cast<const float4*>(from)));
+        } else {
+#pragma unroll
+            for (int n = 0; n < MERGED; n++)
+                O.x[n] = i < s.q_length && part < parts && column + n < DV ? __ldcg(from + n) : 0.0f;
+        }
+        return O;
+    };
+    // A lane for each part: its weight; then a lane for every few columns. All that can be is asked for first, as each answer takes as long
+    // as a step.
     const int lane = threadIdx.x % WARP_SIZE;
-    const bool exists = i < s.q_length;
-    float m = -INFINITE, l = 0, weight[MOST_PARTS / WARP_SIZE];
+    float m = -INFINITE, l = 0, weight[MOST_PARTS / WARP_SIZE], sum[MOST_PARTS / WARP_SIZE];
 #pragma unroll
     for (int n = 0; n < MOST_PARTS / WARP_SIZE; n++) {
         const int part = n * WARP_SIZE + lane;
-        weight[n] = exists && part < parts ? __ldcg(of_part(call, call.m, at, part, i)) : -INFINITE;
-        m = larger(m, weight[n]);
+        const bool exists = i < s.q_length && part < parts;
+        weight[n] = exists ? __ldcg(of_part(call, call.m, at, part, i)) : -INFINITE;
+        sum[n] = exists ? __ldcg(of_part(call, call.l, at, part, i)) : 0.0f;
     }
+    Four early[EARLY];
+#pragma unroll
+    for (int part = 0; part < EARLY; part++)
+        early[part] = read(part, lane * MERGED);
+#pragma unroll
+    for (int n = 0; n < MOST_PARTS / WARP_SIZE; n++)
+        m = larger(m, weight[n]);
     m = maximum_of_lanes<WARP_SIZE>(m);
     const float shift = m == -INFINITE ? 0.0f : m;
 #pragma unroll
     for (int n = 0; n < MOST_PARTS / WARP_SIZE; n++) {
-        const int part = n * WARP_SIZE + lane;
         weight[n] = exponential(weight[n] - shift);
-        l += exists && part < parts ? weight[n] * __ldcg(of_part(call, call.l, at, part, i)) : 0.0f;
+        l += weight[n] * sum[n];
     }
     l = sum_of_lanes<WARP_SIZE>(l);
     for (int first = 0; first < DV; first += WARP_SIZE * MERGED) {
         const int column = first + lane * MERGED;
         Four O = {};
-#pragma unroll 8
-        for (int part = 0; part < parts; part++) {
+        auto add = [&](int part, const Four& more) {
             const float its = __shfl_sync(WARP, part < WARP_SIZE ? weight[0] : weight[1], part % WARP_SIZE);
-            const float* const from = sums_of_part(call, at, part, i) + column;
-            Four more = {};
-            if (DV % MERGED == 0) {
-                if (exists && column < DV)
-                    more = four_of(__ldcg(reinterpret_cast<const float4*>(from)));
-            } else {
-#pragma unroll
-                for (int n = 0; n < MERGED; n++)
-                    more.x[n] = exists && column + n < DV ? __ldcg(from + n) : 0.0f;
-            }
 #pragma unroll
             for (int n = 0; n < MERGED; n++)
                 O.x[n] += its * more.x[n];
+        };
+        if (first == 0) {
+#pragma unroll
+            for (int part = 0; part < EARLY; part++)
+                add(part, early[part]);
         }
+#pragma unroll 8
+        for (int part = first == 0 ? EARLY : 0; part < parts; part++)
+            add(part, read(part, column));
         finish_four(call, at, i, column, O, m, l, column == 0);
     }
 }
@@ -232,67 +255,82 @@ extern "C" __global__ void __launch_bounds__(THREADS) fa2_few_rows(const __grid_
     const int part = (int)(blockIdx.x / row_blocks % most_parts);
     const unsigned b = bh / heads, h_kv = bh % heads, group = (unsigned)call.Hq / heads;
 
-    long long j_low, j_high, part_keys;
+    // What the table says of a paged cache, if all keys of a step are in one block: a lane knows it for the n-th of 32 steps, and for that of
+    // the next 32, asked for long before, as it waits behind all the rows that are under way. Parts take turns, so that the first entries may
+    // be asked for beside the lengths, as if all of the cache were in use.
+    const int first_of_warp = part * TURN + warp * STEP;
+    int stride = (int)most_parts * TURN;
+    auto look_up = [&](int first, int j_end) {
+        const long long j = first + (long long)lane * stride;
+        return IN_ONE_BLOCK && j < j_end ? block_of(call, b, j) : table_entry(-1);
+    };
+    auto known = [&](table_entry found) { return 0 <= found && found < call.cache_blocks ? (unsigned)found : NONE; };
+    table_entry next = look_up(first_of_warp, (int)call.Tk);
+
+    int j_low, j_high;
     const Sequence s = sequence(call, b);
     seen_keys(call, s, j_low, j_high);
-    const int parts = divide(call, j_low, j_high, part_keys);
+    const int parts = parts_of(call, j_low, j_high);
     if (part >= parts)
         return;
-    j_low += part * part_keys;
-    if (part < parts - 1)
-        j_high = j_low + part_keys;
 
     // The queue: 16 rows of K, then of V, and so on
     Piece* const queue = (Piece*)on_chip + warp * UNITS * SLOTS * WARP_SIZE;
-    long long asked_for = j_low + warp * STEP;  // key of the next unit
-    // What the table says of a paged cache, if all keys of a step are in one block: a lane knows it for the n-th of 32 steps, and for that of
-    // the next 32, asked for long before, as it waits behind all the rows that are under way.
-    table_entry now = 0, next = 0, block = 0;
-    auto look_up = [&](long long first, int n) {
-        const long long j = first + (n + lane) * TURN;
-        return IN_ONE_BLOCK && j < j_high ? block_of(call, s.b, j) : table_entry(0);
-    };
-    if constexpr (IN_ONE_BLOCK) {
-        now = look_up(asked_for, 0);
-        next = look_up(asked_for, WARP_SIZE);
-    }
     const Copies<D, 4 * PIECES_D> of_K(key_slot);
     const Copies<DV, 8 * PIECES_V> of_V(value_slot);
-    int steps = 0;  // that were asked for
+    const long long entry_of_arrays = PAGE ? 0 : b;  // a block of a paged cache adds its own
+    const elem* const from_K = row_of(call.k, entry_of_arrays, h_kv, of_K.row) + 8 * of_K.piece;
+    const elem* const from_V = row_of(call.v, entry_of_arrays, h_kv, of_V.row) + 8 * of_V.piece;
+    const long long row_K = in_register(call.k.row), row_V = in_register(call.v.row);
+    const long long block_K = PAGE ? in_register(call.k.batch) : 0, block_V = PAGE ? in_register(call.v.batch) : 0;
+    int asked_for = j_low + first_of_warp;  // key of the next unit
+    if (BAND || parts != (int)most_parts) {
+        stride = parts * TURN;
+        next = look_up(asked_for, j_high);
+    }
+    unsigned now = known(next), block = NONE;
+    next = look_up(asked_for + WARP_SIZE * stride, j_high);
+    int steps = 0;       // that were asked for
     unsigned exist = 0;  // a bit for each of them: does its block exist? The last one's is the lowest
     auto ask_for = [&](bool values, int unit) {
+        bool there = false;
         if (asked_for < j_high) {
             Piece* const to = queue + unit * SLOTS * WARP_SIZE;
-            const Matrix& matrix = values ? call.v : call.k;
-            if (IN_ONE_BLOCK && !values)
-                block = __shfl_sync(WARP, now, steps % WARP_SIZE);
-            const Place its = place_in(call, s, asked_for, block);
-            const elem* const first = row_of(matrix, its.slot, h_kv, its.t);
-            if (!values)
-                exist = exist << 1 | its.exists;
-            const int left = (int)least(j_high - asked_for, STEP);
-            auto from = [&](int n, int row, bool& exists) {
+            const elem* first = values ? from_V : from_K;
+            const long long its_row = values ? row_V : row_K;
+            there = true;
+            if constexpr (IN_ONE_BLOCK) {
+                if (!values)
+                    block = __shfl_sync(WARP, now, steps % WARP_SIZE);
+                there = block != NONE;
+                first += (there ? block : 0) * (values ? block_V : block_K) + (PAGE == STEP ? 0 : asked_for % PAGE) * its_row;
+            } else if (PAGE == 0) {
+                first += asked_for * its_row;
+            }
+            const int left = there ? j_high - asked_for : 0;
+            auto from = [&](int row, int piece, int n, bool& exists) {
                 exists = n + row < left;
-                if constexpr (!PAGE || IN_ONE_BLOCK) {
-                    exists = exists && its.exists;
-                    return first + (n + row) * matrix.row;
-                }
-                const Place place = exists ? place_of(call, s, asked_for + n + row) : Place{0, 0, false};
+                if constexpr (!PAGE || IN_ONE_BLOCK)
+                    return first + n * its_row;
+                const long long j = asked_for + n + row;
+                const Place place = exists ? place_in(call, {}, j, block_of(call, b, j)) : Place{0, 0, false};
                 exists = place.exists;
-                return (const elem*)row_of(matrix, place.slot, h_kv, place.t);
+                return (const elem*)row_of(values ? call.v : call.k, place.slot, h_kv, place.t) + 8 * piece;
             };
             if (values)
-                of_V.begin(to, value_slot, [&](int n, bool& exists) { return from(n, of_V.row, exists); });
+                of_V.begin(to, value_slot, [&](int n, bool& exists) { return from(of_V.row, of_V.piece, n, exists); });
             else
-                of_K.begin(to, key_slot, [&](int n, bool& exists) { return from(n, of_K.row, exists); });
+                of_K.begin(to, key_slot, [&](int n, bool& exists) { return from(of_K.row, of_K.piece, n, exists); });
         }
         if (values) {
-            asked_for += TURN;
+            asked_for += stride;
             steps++;
             if (IN_ONE_BLOCK && steps % WARP_SIZE == 0) {
-                now = next;
-                next = look_up(asked_for, WARP_SIZE);
+                now = known(next);
+                next = look_up(asked_for + WARP_SIZE * stride, j_high);
             }
+        } else {
+            exist = exist << 1 | there;
         }
         commit_group();
     };
@@ -301,9 +339,12 @@ extern "C" __global__ void __launch_bounds__(THREADS) fa2_few_rows(const __grid_
         ask_for(unit % 2, unit);
 
     // Load Q, whose rows are those of several heads
-    Head at[M][HALVES];
-    long long i[M][HALVES];
-    bool exists[M][HALVES];
+    auto row_at = [&](int n) {
+        const unsigned row = row_block * BR + n;
+        const bool exists = row < group * queries;
+        return Row{head(call, s, h_kv * group + (exists ? row / queries : 0)), exists ? row % queries : 0, exists};
+    };
+    Row rows[M][HALVES];
     Piece Q[M][HALVES][Q_ON_CHIP ? 1 : PIECES_D];
     Piece* const Q_tile = (Piece*)(on_chip + TILE_BYTES - Q_BYTES) + lane;
     auto q_slot = [](int r, int half, int x) { return ((r * 2 + half) * PIECES_D + x) * WARP_SIZE; };
@@ -311,16 +352,13 @@ extern "C" __global__ void __launch_bounds__(THREADS) fa2_few_rows(const __grid_
     for (int r = 0; r < M; r++)
 #pragma unroll
         for (int half = 0; half < HALVES; half++) {
-            const unsigned row = row_block * BR + 16 * r + 8 * half + g;
-            exists[r][half] = row < group * queries;
-            i[r][half] = exists[r][half] ? row % queries : 0;
-            at[r][half] = head(call, s, h_kv * group + (exists[r][half] ? row / queries : 0));
-            const elem* const from = row_of(call.q, s.slot, at[r][half].h, i[r][half]);
+            const Row& row = rows[r][half] = row_at(16 * r + 8 * half + g);
+            const elem* const from = row_of(call.q, s.slot, row.at.h, row.i);
 #pragma unroll
             for (int x = 0; x < PIECES_D; x++) {
                 const int column = 32 * x + 8 * t;
                 Piece piece = {};
-                if (exists[r][half] && i[r][half] < s.q_length) {
+                if (row.exists && row.i < s.q_length) {
                     if (ALIGNED && column < D) {
                         piece = *reinterpret_cast<const Piece*>(from + column);
                     } else if (!ALIGNED) {
@@ -351,7 +389,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) fa2_few_rows(const __grid_
     }
 
     int unit = 0;
-    for (long long j0 = j_low + warp * STEP; j0 < j_high; j0 += TURN) {
+    for (int j0 = j_low + first_of_warp; j0 < j_high; j0 += stride) {
         // S = Q K^T
         await_groups<UNITS - 2>();
         __syncwarp();  // K_j is there, and no lane reads the unit before any more
@@ -382,27 +420,33 @@ extern "C" __global__ void __launch_bounds__(THREADS) fa2_few_rows(const __grid_
         unit = unit + 1 == UNITS ? 0 : unit + 1;
 
         // Scores; hidden ones -inf
-        const int ahead = (int)least((UNITS - 1) / 2, (j_high - 1 - j0) / TURN);  // units of K that were asked for since
+        constexpr int AHEAD = (UNITS - 1) / 2;  // units of K that were asked for since
         bool full = !HAS_MASK && j0 + STEP <= j_high;
         if constexpr (BAND)
             full = full && band_tile(call.band_lower, call.band_upper, 0, call.Tq, j0, j0 + STEP, s.offset) == FULL;
         if constexpr (PAGE)
-            full = full && IN_ONE_BLOCK && (exist >> ahead & 1);
+            full = full && IN_ONE_BLOCK && (exist >> AHEAD & 1);
+        auto scores = [&](bool sees_all) {
 #pragma unroll
-        for (int r = 0; r < M; r++)
+            for (int r = 0; r < M; r++)
 #pragma unroll
-            for (int n = 0; n < 8; n++) {
-                float& x = S[r][n / 4][n % 4];
-                const int half = n % 4 / 2;
-                if (half >= HALVES)  // no such rows: 0, as the products are
-                    continue;
-                const long long j = j0 + 8 * (n / 4) + 2 * t + n % 2;
-                float unused;
-                if (full || (j < j_high && visible(call, at[r][half], i[r][half], j)))
-                    x = score(call, at[r][half], x, i[r][half], j, unused);
-                else
-                    x = -INFINITE;
-            }
+                for (int n = 0; n < 8; n++) {
+                    float& x = S[r][n / 4][n % 4];
+                    const int half = n % 4 / 2;
+                    if (half >= HALVES)  // no such rows: 0, as the products are
+                        continue;
+                    const int j = j0 + 8 * (n / 4) + 2 * t + n % 2;
+                    float unused;
+                    if (sees_all || (j < j_high && visible(call, rows[r][half].at, rows[r][half].i, j)))
+                        x = score(call, rows[r][half].at, x, rows[r][half].i, j, unused);
+                    else
+                        x = -INFINITE;
+                }
+        };
+        if (full)
+            scores(true);
+        else
+            scores(false);
 
         // m_new = max(m, rowmax(S)); P = exp(S - m_new); l = alpha l + rowsum(P)
         float alpha[M][HALVES];
@@ -427,7 +471,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) fa2_few_rows(const __grid_
                     x = exponential(x - shift);
                     total += x;
                     if constexpr (DROPOUT)
-                        x = kept(call, s.b, at[r][half].h, i[r][half], j0 + 8 * (n / 2) + 2 * t + n % 2) ? x : 0.0f;
+                        x = kept(call, s.b, rows[r][half].at.h, rows[r][half].i, j0 + 8 * (n / 2) + 2 * t + n % 2) ? x : 0.0f;
                 }
                 l[r][half] = l[r][half] * alpha[r][half] + total;
             }
@@ -472,84 +516,81 @@ extern "C" __global__ void __launch_bounds__(THREADS) fa2_few_rows(const __grid_
     }
     await_groups<0>();
 
-    // O, m and l of all warps, merged: 64 columns at a time, of which each warp takes four from every lane
-    float2* const statistics = (float2*)(on_chip + WARPS * M * 2 * 4 * WARP_SIZE * sizeof(Four)) + lane;
+    // O, m and l of all warps, merged: as many columns at a time as there is room for, of which a warp takes four from every lane
+    constexpr int ROWS = M * HALVES, AT_ONCE = WARPS * ROWS * WARP_SIZE * (PIECES_V * 4 * 16 + 8) <= TILE_BYTES ? PIECES_V : 1;
     Four* const sums = (Four*)on_chip + lane;
-    auto place = [&](int from, int r, int half) { return (from * M + r) * 2 + half; };
+    float2* const statistics = (float2*)(on_chip + WARPS * ROWS * AT_ONCE * 4 * WARP_SIZE * sizeof(Four)) + lane;
 #pragma unroll
-    for (int x = 0; x < PIECES_V; x++) {
+    for (int first = 0; first < PIECES_V; first += AT_ONCE) {
         __syncthreads();  // nobody reads the queues, or the columns before, any more
 #pragma unroll
-        for (int r = 0; r < M; r++)
+        for (int n = 0; n < ROWS; n++) {
+            const int r = n / HALVES, half = n % HALVES;
 #pragma unroll
-            for (int half = 0; half < HALVES; half++) {
+            for (int c = 0; c < 4 * AT_ONCE; c++) {  // columns 16 t + 4 (c % 4) ... of 64
+                Four some;
 #pragma unroll
-                for (int c = 0; c < 4; c++) {  // columns 64 x + 16 t + 4 c ... of the row
-                    Four some;
-#pragma unroll
-                    for (int n = 0; n < MERGED; n++)
-                        some.x[n] = O[r][x][4 * (c % 2) + n][2 * half + c / 2];
-                    sums[(place(warp, r, half) * 4 + c) * WARP_SIZE] = some;
-                }
-                if (x == 0)
-                    statistics[place(warp, r, half) * WARP_SIZE] = make_float2(m[r][half], sum_of_lanes<4>(l[r][half]));
+                for (int x = 0; x < MERGED; x++)
+                    some.x[x] = O[r][first + c / 4][4 * (c % 2) + x][2 * half + c % 4 / 2];
+                sums[((warp * ROWS + n) * 4 * AT_ONCE + c) * WARP_SIZE] = some;
             }
+            if (first == 0)
+                statistics[(warp * ROWS + n) * WARP_SIZE] = make_float2(m[r][half], sum_of_lanes<4>(l[r][half]));
+        }
         __syncthreads();  // O, m and l of all warps are there
+#pragma unroll 1
+        for (int some = warp; some < ROWS * 4 * AT_ONCE; some += WARPS) {
+            const int n = some / (4 * AT_ONCE), c = some % (4 * AT_ONCE), column = 64 * (first + c / 4) + 16 * t + MERGED * (c % 4);
+            const Row its = row_at(16 * (n / HALVES) + 8 * (n % HALVES) + g);
+            if (!its.exists)
+                continue;
+            float highest = -INFINITE, total = 0;
 #pragma unroll
-        for (int r = 0; r < M; r++)
+            for (int w = 0; w < WARPS; w++)
+                highest = larger(highest, statistics[(w * ROWS + n) * WARP_SIZE].x);
+            const float shift = highest == -INFINITE ? 0.0f : highest;
+            Four merged = {};
 #pragma unroll
-            for (int half = 0; half < HALVES; half++) {
-                const int c = warp % 4, column = 64 * x + 16 * t + MERGED * c;
-                if (warp / 4 != half || !exists[r][half])
-                    continue;
-                float highest = -INFINITE, total = 0;
+            for (int w = 0; w < WARPS; w++) {
+                const float2 of_warp = statistics[(w * ROWS + n) * WARP_SIZE];
+                const float weight = exponential(of_warp.x - shift);
+                const Four more = sums[((w * ROWS + n) * 4 * AT_ONCE + c) * WARP_SIZE];
+                total += weight * of_warp.y;
 #pragma unroll
-                for (int w = 0; w < WARPS; w++)
-                    highest = larger(highest, statistics[place(w, r, half) * WARP_SIZE].x);
-                const float shift = highest == -INFINITE ? 0.0f : highest;
-                Four merged = {};
+                for (int x = 0; x < MERGED; x++)
+                    merged.x[x] += weight * more.x[x];
+            }
+            const bool first_of_row = column == 0;
+            if (parts == 1) {
+                finish_four(call, its.at, its.i, column, merged, highest, total, first_of_row);
+            } else if (its.i < s.q_length) {  // merge_parts does the rest
+                float* const to = sums_of_part(call, its.at, part, its.i);
 #pragma unroll
-                for (int w = 0; w < WARPS; w++) {
-                    const float2 its = statistics[place(w, r, half) * WARP_SIZE];
-                    const float weight = exponential(its.x - shift);
-                    const Four some = sums[(place(w, r, half) * 4 + c) * WARP_SIZE];
-                    total += weight * its.y;
-#pragma unroll
-                    for (int n = 0; n < MERGED; n++)
-                        merged.x[n] += weight * some.x[n];
-                }
-                const bool first = x == 0 && t == 0 && c == 0;
-                if (parts == 1) {
-                    finish_four(call, at[r][half], i[r][half], column, merged, highest, total, first);
-                } else if (i[r][half] < s.q_length) {  // merge_parts does the rest
-                    float* const to = sums_of_part(call, at[r][half], part, i[r][half]);
-#pragma unroll
-                    for (int n = 0; n < MERGED; n++)
-                        if (column + n < DV)
-                            to[column + n] = merged.x[n];
-                    if (first) {
-                        *of_part(call, call.m, at[r][half], part, i[r][half]) = highest;
-                        *of_part(call, call.l, at[r][half], part, i[r][half]) = total;
-                    }
+                for (int x = 0; x < MERGED; x++)
+                    if (column + x < DV)
+                        to[column + x] = merged.x[x];
+                if (first_of_row) {
+                    *of_part(call, call.m, its.at, part, its.i) = highest;
+                    *of_part(call, call.l, its.at, part, its.i) = total;
                 }
             }
+        }
     }
 
     // The block that is the last of its keys' to end merges the parts, and leaves the counter at zero
     if (parts == 1)
         return;
-    __threadfence();  // O, m and l of this part are written before they are counted
-    __syncthreads();
+    __syncthreads();  // O, m and l of this part are written before they are counted
     bool* const last = (bool*)on_chip;
     if (threadIdx.x == 0)
-        *last = atomicInc(call.counters + bh * row_blocks + row_block, parts - 1) == parts - 1;
+        *last = count_and_see(call.counters + bh * row_blocks + row_block, parts - 1) == parts - 1;
     __syncthreads();
     if (!*last)
         return;
-    __threadfence();
-    for (int r = warp; r < BR; r += WARPS) {
-        const unsigned row = row_block * BR + r;
-        if (row < group * queries)
-            merge_parts(call, head(call, s, h_kv * group + row / queries), parts, row % queries);
+#pragma unroll 1
+    for (int n = warp; n < BR; n += WARPS) {
+        const Row its = row_at(n);
+        if (its.exists)
+            merge_parts(call, its.at, parts, its.i);
     }
 }

@@ -57,6 +57,22 @@ template <int PENDING> __device__ __forceinline__ void await_groups()
 #endif
 }
 
+// The same number, which the compiler then keeps in a register instead of reading the argument of the kernel again and again.
+__device__ __forceinline__ long long in_register(long long x)
+{
+    asm("" : "+l"(x));
+    return x;
+}
+
+// What the counter was; then it is one more, or 0 after `most`. Whoever sees this count sees all that was written before it: by this thread,
+// and by those that waited at a barrier with it.
+__device__ __forceinline__ unsigned count_and_see(unsigned* counter, unsigned most)
+{
+    unsigned before;
+    asm volatile("atom.acq_rel.gpu.global.inc.u32 %0, [%1], %2;" : "=r"(before) : "l"(__cvta_generic_to_global(counter)), "r"(most) : "memory");
+    return before;
+}
+
 #if __CUDA_ARCH__ >= 800
 
 // Two bfloat16 in one register, x in the low half: rounded to nearest, or cut off.
