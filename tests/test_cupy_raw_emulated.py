@@ -4,6 +4,7 @@ What it cannot see: speed, ptxas, the order in which real threads run (two order
 """
 
 import re
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import reduce
 from operator import or_
@@ -370,9 +371,9 @@ def test_few_rows(name, number, device_by_name, monkeypatch):
 
 @pytest.mark.parametrize("old, new", [
     ("weight[n] = exponential(weight[n] - shift);", "weight[n] = 1;"),
-    ("j_low += part * part_keys;", "j_low += 0;"),
+    ("first_of_warp = part * TURN + warp * STEP", "first_of_warp = warp * STEP"),
     ("O[r][x][n][c] *= alpha[r][c / 2];", ";"),
-    ("const float weight = exponential(its.x - shift);", "const float weight = 1;"),
+    ("const float weight = exponential(of_warp.x - shift);", "const float weight = 1;"),
     ("exists = n + row < left;", "exists = true;"),
     ("const int n = r % 2 + r / 8 * 2,", "const int n = r % 2,"),
 ])  # fmt: skip
@@ -442,6 +443,27 @@ def test_decoding_from_blocks(dtype, tables, device_by_name):
     case = decode(B=3, Hq=4, Tq=3, lengths=(70, 0, 33), page=16, dtype=dtype, causal=True, d=24, dv=16)
     for name, result in zip(("out", "lse"), decode_on_device(case, tables == "device"), strict=True):
         assert_close(name, result, case.reference())
+
+
+@pytest.mark.parametrize("old, new", [
+    ("", ""),
+    ("stride = parts * TURN;", ";"),
+    ("next = look_up(asked_for, j_high);", ";"),
+    ("unsigned now = known(next)", "unsigned now = known(lane)"),
+])  # fmt: skip
+@pytest.mark.parametrize("page", [16, 48])
+def test_caches_used_in_part(page, old, new, device_by_name, monkeypatch):
+    """A sequence whose keys make fewer parts than its cache has room for; and that broken kernels are caught."""
+    case = decode(lengths=(1900, 645), dtype="float16", d=64, dv=64, page=page)
+    processors(monkeypatch, 132)
+    whole = compile.source
+    assert old in whole("fa2_few_rows.cu", "")
+    monkeypatch.setattr(compile, "source", lambda name, preamble: whole(name, preamble).replace(old, new))
+    out, lse = decode_on_device(case, True)
+    reference = case.reference()
+    with pytest.raises(AssertionError) if old else nullcontext():
+        assert_close("out", out, reference)
+        assert_close("lse", lse, reference)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16"])

@@ -331,10 +331,12 @@ def test_few_rows_of_16_bits_on_a_gpu(arch):
 
 @pytest.mark.parametrize("parts", [1, 3, 16, 64])
 def test_parts_of_few_rows_cover_their_keys(parts):
-    """`divide` of fa2_few_rows.cu, as the plan has it: no part is empty, and there are no more than asked for."""
+    """`parts_of` of fa2_few_rows.cu, as the plan has it: turns go round, no part is empty or larger than it says."""
     tiles = Tiles(16, tiling.FEW_MMA_STEP, family=tiling.FEW_MMA, parts=parts)
     for keys in (0, 1, 127, 128, 129, 5000, 8192, 10**6):
         count = tiling.parts_of(tiles, 0, keys)
-        _, size = tiling._few_mma_parts(keys, parts, tiling.FEW_MMA_STEP)
-        assert 1 <= count <= parts and size % (tiling.FEW_MMA_STEP * tiling.FEW_MMA_WARPS) == 0
-        assert (count - 1) * size < max(keys, 1) <= max(count * size, 1)
+        turn = tiling.FEW_MMA_STEP * tiling.FEW_MMA_WARPS
+        turns = [len(range(part, -(-keys // turn), count)) for part in range(count)]
+        _, most = tiling._few_mma_parts(keys, parts, tiling.FEW_MMA_STEP)
+        assert 1 <= count <= parts and most == max(turns[0], 1) * turn
+        assert count == 1 or min(turns) >= tiling.FEW_MMA_LEAST // turn
