@@ -421,23 +421,12 @@ def sweep_of(session: Session, case: Case, some: list[Runner]) -> Figures:
     return found
 
 
-class _Within(Ours):
-    """Ours with a bound on M."""
-
-    def __init__(self, ours: Ours, sram: int | None) -> None:
-        super().__init__(ours.backend, ours.algorithm)
-        self.sram = sram
-
-    def options(self, case: Case) -> dict[str, Any]:
-        return super().options(case) | {"sram": self.sram}
-
-
 def _sweep(session: Session, case: Case, ours: Ours, x: inputs.Inputs) -> dict[str, Any]:
     points: dict[str, dict[str, Any]] = {}
     runs: dict[str, tuple[Runner, list[timing.Call], int]] = {}
     seen: dict[str, str] = {}
     for sram in (None, *(GPU_SRAM if case.device == "gpu" else CPU_SRAM)):
-        name, within = "planned" if sram is None else str(sram), _Within(ours, sram)
+        name, within = "planned" if sram is None else str(sram), ours.within(sram)
         points[name] = {"sram": sram}
         with _noting(session, points, name):
             plan = within.plan(case, x)

@@ -8,6 +8,7 @@ Backward passes of PyTorch are its operators rather than autograd, so that nothi
 
 from __future__ import annotations
 
+import copy
 import math
 import os
 from collections.abc import Callable, Sequence
@@ -90,6 +91,13 @@ class Ours(Runner):
         self.name = backend if algorithm == "fa2" else f"{backend} {algorithm}"
         self.device = "cpu" if backend in ("numba_cpu", "numpy_tiled") else "gpu"
         self.queue = "cpu" if self.device == "cpu" else "cupy"
+        self.sram: int | None = None
+
+    def within(self, sram: int | None) -> Ours:
+        """The same with another M; None: what the device has."""
+        other = copy.copy(self)
+        other.sram = sram
+        return other
 
     def version(self) -> str:
         import rawflash
@@ -97,7 +105,7 @@ class Ours(Runner):
         return rawflash.__version__
 
     def options(self, case: Case) -> dict[str, Any]:
-        options = {"backend": self.backend}
+        options: dict[str, Any] = {"backend": self.backend, "sram": self.sram}
         if case.direction != "decode":
             options |= {"algorithm": self.algorithm, "causal": case.causal}
         return options
