@@ -121,7 +121,7 @@ def both_ways(*cases: Case) -> list[Case]:
 
 
 GRID = [(d, T) for d in (64, 128) for T in (512, 1024, 2048, 4096, 8192, 16384)] + [(256, 2048), (256, 8192)]
-NUMBA = {(d, T) for d in (64, 128) for T in (2048, 4096, 8192, 16384)}  # of the grid, also by numba_cuda
+NUMBA = [size for size in GRID if size[0] <= 128]  # also by numba_cuda, which has tensor-core kernels for them
 COMPILED = {  # of the grid, also by peers that are slow to compile
     (128, 4096, "forward", False), (128, 4096, "forward", True), (128, 4096, "backward", True),
     (64, 4096, "forward", True),
@@ -145,7 +145,7 @@ def _float32() -> list[Case]:
 
 def _numba() -> list[Case]:
     """Both GPU backends: bfloat16 where the grid is, and float32, which numba_cuda has in plain arithmetic only."""
-    cases = both_ways(*(usual(d, T) for d, T in sorted(NUMBA)))
+    cases = both_ways(*(usual(d, T) for d, T in NUMBA))
     cases += [usual(d, 4096, dtype="float32", causal=causal) for d in (64, 128) for causal in MASKS]
     return [replace(case, backends=("cupy_raw", "numba_cuda")) for case in cases]
 
@@ -240,7 +240,8 @@ _GROUPS: dict[str, list[Case]] = {
     "decode": _decode(),
     "numba": _numba(),
     "ragged": _ragged(),
-    "overhead": [Case(measure="overhead", what=what, dtype="float32") for what in OVERHEAD],
+    "overhead": [Case(measure="overhead", what=what, dtype="float32",
+                      backends=("numba_cuda" if "numba" in what else "cupy_raw",)) for what in OVERHEAD],
     "start": [Case(measure="start", dtype=dtype) for dtype in ("bfloat16", "float16", "float32", "float64")],
     "sweep": _sweep(),
     "memory": _memory(),

@@ -106,10 +106,15 @@ class Session:
 
     def check(self, found: Figures) -> None:
         """After a failure: does the GPU still answer?"""
-        try:
-            self.synchronize()
-        except Exception as error:
-            raise DeviceLost(text(error), found) from error
+        for last in (False, True):  # the first launch after a failure may report that failure once more
+            try:
+                self.synchronize()
+                if self.device == "gpu":
+                    inputs.probe()
+                return
+            except Exception as error:
+                if last:
+                    raise DeviceLost(text(error), found) from error
 
     def clear(self) -> None:
         """Between cases: give memory back."""
@@ -141,6 +146,7 @@ class Session:
             return timing.Replayed(self.queues[runner.queue], some), None
         except Exception as error:
             self.check({})
+            self.queues[runner.queue] = type(self.queues[runner.queue])()  # the stream of a capture that failed
             return self.turn(runner, calls, count), text(error)
 
 

@@ -440,7 +440,7 @@ def _legend(figure: Any) -> None:
     entries: dict[str, Any] = {}
     for axes in figure.axes:
         entries |= dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True))
-    where = dict(loc="outside lower center", ncols=min(len(entries), 6), frameon=False)
+    where = dict(loc="outside lower center", ncols=min(len(entries), 4), frameon=False)
     figure.legend(entries.values(), entries.keys(), **where)
 
 
@@ -483,7 +483,7 @@ def _memory(pyplot: Any, data: Any) -> Any:
             lengths, held = zip(*points, strict=True)
             axes.plot(lengths, [n / 1e6 for n in held], marker="o", label=runner, color=COLOURS.get(runner))
         axes.set_title(direction, fontsize=9)
-        axes.set_yscale("symlog", linthresh=1)
+        axes.set_yscale("symlog", linthresh=0.01)
         _lengths(axes, "MB beside inputs and results")
     _legend(figure)
     return figure

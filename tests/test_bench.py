@@ -7,7 +7,6 @@ import sys
 import time
 from dataclasses import replace
 
-import numpy as np
 import pytest
 
 import rawflash as rf
@@ -382,6 +381,7 @@ def on_host(monkeypatch):
 
     monkeypatch.setattr(inputs, "make", lambda case, seed=0: make(as_cpu(case), seed))
     monkeypatch.setattr(inputs, "_wide", lambda case, array: wide(as_cpu(case), array))
+    monkeypatch.setattr(inputs, "probe", lambda: None)
     monkeypatch.setattr(measures, "extra_bytes", lambda *_: 123)
     monkeypatch.setattr(measures, "GPU_SRAM", (1024, 1 << 16, 1 << 18))
     monkeypatch.setattr(timing, "PERIOD", 0.01)
