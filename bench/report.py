@@ -426,7 +426,8 @@ def draw(path: Path, kind: str, title: str, data: Any) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path, format="svg", metadata={"Date": None, "Creator": None, "Description": digest(data)})
         pyplot.close(figure)
-    path.write_text("\n".join(line.rstrip() for line in path.read_text().splitlines()) + "\n")
+    text = re.sub(r"(\d\.\d\d)\d+", r"\1", path.read_text())  # hundredths of a point are not seen
+    path.write_text("\n".join(line.strip() for line in text.splitlines()) + "\n")
 
 
 def _lengths(axes: Any, label: str) -> None:
