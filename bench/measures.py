@@ -257,7 +257,8 @@ def _turns(session: Session, case: Case, ready: dict[str, tuple[Runner, list[tim
 
 def _timed(session: Session, case: Case, turns: dict[str, timing.Turn], rounds: dict[str, int], found: Figures,
            key: str) -> None:  # fmt: skip
-    for name, times in timing.alternate(turns, rounds).items():
+    taken = timing.alternate(turns, rounds).items()
+    for name, times in sorted(taken, key=lambda entry: isinstance(entry[1], Exception)):  # what failed comes last
         with _noting(session, found, name):
             if isinstance(times, Exception):
                 raise times

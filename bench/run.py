@@ -35,6 +35,11 @@ from bench.peers import PEERS
 SCHEMA = "rawflash-bench-1"
 GPU_GROUPS = ("grid", "decode", "float32", "float64", "dense", "numba", "overhead")
 CPU_GROUPS = ("cpu", "cpu-decode", "cpu-start", "cpu-memory", "cpu-sweep")
+NOTES = {
+    ", ".join(SLOW_TO_COMPILE): "compile for seconds to half a minute a case: measured on a few cases only",
+    "jax": "its stream cannot be asked for: timed by the wall clock over many queued calls, launches included",
+    "medians": "[p20, p50, p80] in microseconds; rates are those of p50",
+}
 SAME = ("device", "source_sha256", "gpu", "versions")  # of two runs that share a record; on a CPU also which
 ENDED = "ended its process"
 EXIT_MISSING, EXIT_USAGE, EXIT_LOST = 1, 2, 3
@@ -175,7 +180,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return EXIT_USAGE
     device = cases[0].device
     found: dict[str, Any] = {"schema": SCHEMA, "device": device} | record.about(device == "gpu")
-    found |= {"peers": {}, "ceilings": {}, "rows": []}
+    found |= {"notes": NOTES, "peers": {}, "ceilings": {}, "rows": []}
     out = options.out or options.resume
     if out is None:
         folder = Path(tempfile.gettempdir()) if options.quick else record.RESULTS
@@ -225,13 +230,18 @@ def run(found: dict[str, Any], cases: list[Case], todo: list[Case], out: Path, o
             row = measure(session, case, options.backends, options.peers)
             put(found["rows"], row)
             found["peers"] |= session.peers
-            if "lost" not in row:
+            lost = "lost" in row
+            if not lost:
                 del found["running"]
-                session.clear()
-        record.write(out, found)
+            record.write(out, found)
+            try:
+                if not lost:
+                    session.clear()
+            except Exception:
+                lost = True
         ahead = (time.monotonic() - first) / (n + 1) * (len(todo) - n - 1)
         print(f"[{n + 1}/{len(todo)}] {line(row)}; {row['seconds']} s, {ahead:.0f} s to go", flush=True)
-        if "lost" in row:
+        if lost:
             print("the GPU does not answer any more; --resume goes on behind this case", file=sys.stderr, flush=True)
             sys.stdout.flush()
             os._exit(EXIT_LOST)  # tearing the libraries down could hang

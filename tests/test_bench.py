@@ -277,6 +277,31 @@ def test_reference_is_the_oracle(causal, monkeypatch):
         assert max(errors.values()) < 1e-12 and list(errors) == list(inputs.NAMES[direction])
 
 
+def test_reference_in_pytorch():
+    """What GPU cases are compared with, here on the CPU."""
+    torch = pytest.importorskip("torch")
+    q, k, v, dout = (torch.randn(40, 8, generator=torch.Generator().manual_seed(n)) for n in range(4))
+    for causal in (False, True):
+        for last in (None, dout):
+            found = inputs.head(q, k, v, last, causal)
+            wanted = inputs.head(*(a if a is None else a.double().numpy() for a in (q, k, v, last)), causal)
+            for a, b in zip(found, wanted, strict=True):
+                assert abs(a.numpy() - b).max() < 1e-5
+
+
+@pytest.mark.parametrize("peer", ["torch-flash", "torch-cudnn", "torch-efficient"])
+def test_operators_of_pytorch_take_what_they_are_given(peer):
+    """On tensors without memory: the arguments fit the operators of this version."""
+    torch = pytest.importorskip("torch")
+    runner = peers.PEERS[peer]
+    for direction in ("forward", "backward"):
+        for Hkv in (4, 2) if runner.heads else (4,):
+            case = Case(direction=direction, B=2, Hq=4, Hkv=Hkv, Tq=128, Tk=128, causal=True)
+            q, k = (torch.empty(2, H, 128, 64, device="meta", dtype=torch.bfloat16) for H in (4, Hkv))
+            results = runner.results(case, runner.prepare(case, inputs.Inputs(q, k, k, q))())
+            assert [a.shape for a in results] == [a.shape for a in (q, k, k)][: len(inputs.NAMES[direction])]
+
+
 def test_wrong_results_are_caught():
     case = replace(TINY, direction="backward")
     x = inputs.make(case)
