@@ -182,7 +182,7 @@ def _rates(case: Case, figures: dict[str, Any]) -> dict[str, float]:
     """TFLOP/s, or TB/s of K and V, by the medians."""
     work, unit = (case.cache_bytes, "tbytes") if case.bound_by_memory else (case.flops, "tflops")
     return {
-        key.replace("us", unit): round(work / figures[key][1] / 1e6, 6)
+        key.removesuffix("us") + unit: round(work / figures[key][1] / 1e6, 6)
         for key in ("burst_us", "sustained_us", "in_cache_us") if key in figures and figures[key][1] > 0
     }  # fmt: skip
 

@@ -41,6 +41,7 @@ NOTES = {
     "medians": "[p20, p50, p80] in microseconds; rates are those of p50",
 }
 SAME = ("device", "source_sha256", "gpu", "versions")  # of two runs that share a record; on a CPU also which
+FIGURES = {"burst_us", "extra_bytes", "best_by_planned", "warm", "host_us"}  # of which every measure has one
 ENDED = "ended its process"
 EXIT_MISSING, EXIT_USAGE, EXIT_LOST = 1, 2, 3
 
@@ -48,7 +49,8 @@ EXIT_MISSING, EXIT_USAGE, EXIT_LOST = 1, 2, 3
 def has_figures(row: dict[str, Any]) -> bool:
     """Has every runner of ours figures? What refuses a case does not count."""
     ours = [figures for name, figures in row["runners"].items() if name not in PEERS and "why_not" not in figures]
-    return bool(ours) and not any("failed" in figures for figures in ours)
+    complete = all("failed" not in figures and figures.keys() & FIGURES for figures in ours)
+    return bool(ours) and complete and "failed" not in row
 
 
 def unlike(old: dict[str, Any], new: dict[str, Any]) -> list[str]:

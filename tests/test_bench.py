@@ -422,6 +422,8 @@ def test_flow_of_gpu_cases(on_host):
         found = measures.time_of(on_host, case, [ours, Failing()])
         figures = found["cupy_raw"]
         assert figures["burst_us"][1] > 0 and figures["sustained_us"][1] > 0 and figures["extra_bytes"] == 123
+        rates = ("burst_tbytes", "sustained_tbytes") if direction == "decode" else ("burst_tflops", "sustained_tflops")
+        assert all(figures[rate] > 0 for rate in rates)
         assert figures["how"] == "graph" and figures["calls"] % figures["sets"] == 0 and figures["sets"] > 1
         assert figures["tiles"]["br"] > 0
         assert figures["kernel"].endswith("backward" if direction == "backward" else "forward")
@@ -445,7 +447,7 @@ def test_a_lost_gpu_ends_the_row_but_keeps_what_was_found(on_host, monkeypatch):
     monkeypatch.setattr(measures, "runners", lambda *_: [OnHost("cupy_raw"), failing])
     row = run.measure(on_host, case)
     assert row["failed"] == run.ENDED and "illegal" in row["lost"]
-    assert row["runners"]["cupy_raw"]["error"]["out"] < 1e-5 and not run.has_figures(row | {"runners": {}})
+    assert row["runners"]["cupy_raw"]["error"]["out"] < 1e-5 and not run.has_figures(row)
 
 
 @pytest.fixture
@@ -593,6 +595,7 @@ def test_pages_are_what_records_make(root, monkeypatch, capsys):
     assert "| pass | problem | rawflash | best peer | ratio |" in readme and "NVIDIA H200" in readme
     page = (root / "docs" / "benchmarks.md").read_text()
     assert path.name in page and "![Speed of the forward pass" in page
+    assert "| 3.00 / 3.00 |" in page and " / " in page.split("forward, bfloat16")[1].split("|")[2]  # burst / sustained
     assert "No record yet" in page  # of what was not measured
     (root / "README.md").write_text(readme.replace("| 2.00 |", "| 3.00 |", 1))
     assert report.main(["--check"], root) == 1 and "README.md is not" in capsys.readouterr().out
