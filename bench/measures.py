@@ -53,7 +53,7 @@ def text(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"[:TEXT]
 
 
-class Session:
+class Setup:
     """What all cases of a run share: queues, and who could be loaded."""
 
     def __init__(self, device: str) -> None:
@@ -157,16 +157,16 @@ def runners(case: Case, backends: Iterable[str] | None = None, peers: Iterable[s
     return ours + [PEERS[name] for name in case.peers if peers is None or name in peers]
 
 
-def _refusals(session: Session, case: Case, some: list[Runner]) -> tuple[Figures, list[Runner]]:
+def _refusals(setup: Setup, case: Case, some: list[Runner]) -> tuple[Figures, list[Runner]]:
     found: Figures = {}
     for runner in some:
-        reason = runner.why_not(case) or session.load(runner)
+        reason = runner.why_not(case) or setup.load(runner)
         found[runner.name] = {"why_not": reason} if reason else {}
     return found, [runner for runner in some if not found[runner.name]]
 
 
 @contextlib.contextmanager
-def _noting(session: Session, found: Figures, name: str) -> Iterator[None]:
+def _noting(setup: Setup, found: Figures, name: str) -> Iterator[None]:
     """A failure is noted, and the others go on."""
     try:
         yield
@@ -175,7 +175,7 @@ def _noting(session: Session, found: Figures, name: str) -> Iterator[None]:
     except Exception as error:
         found[name] = {key: value for key, value in found[name].items() if key in ("kernel", "tiles", "error")}
         found[name]["failed"] = text(error)
-        session.check(found)
+        setup.check(found)
 
 
 def _rates(case: Case, figures: dict[str, Any]) -> dict[str, float]:
@@ -199,42 +199,42 @@ def _count(case: Case, runner: Runner, results: Any, expected: Any, found: Figur
         raise WrongResult(wrong)
 
 
-def _prepared(session: Session, case: Case, some: list[Runner], xs: list[inputs.Inputs],
+def _prepared(setup: Setup, case: Case, some: list[Runner], xs: list[inputs.Inputs],
               found: Figures) -> dict[str, tuple[Runner, list[timing.Call], int]]:  # fmt: skip
     """Runners whose results are right, their calls, and the bytes of a result."""
     expected, ready = inputs.reference(case, xs[0]), {}
     for runner in some:
-        with _noting(session, found, runner.name):
+        with _noting(setup, found, runner.name):
             if isinstance(runner, Ours):
                 with contextlib.suppress(Exception):  # the call itself says what is wrong
                     found[runner.name] |= runner.plan(case, xs[0])
-            with session.queue(runner):
+            with setup.queue(runner):
                 calls = [runner.prepare(case, x) for x in xs]
                 raw = calls[0]()
-            session.synchronize()
+            setup.synchronize()
             results = runner.results(case, raw)
-            session.synchronize()
+            setup.synchronize()
             _count(case, runner, results, expected, found)
             ready[runner.name] = runner, calls, inputs.nbytes(results)
             del raw, results
     if case.extra:
         for name, (runner, _, _) in ready.items():
             try:
-                found[name]["extra_bytes"] = extra_bytes(session, runner, case, xs[0])
+                found[name]["extra_bytes"] = extra_bytes(setup, runner, case, xs[0])
             except Exception as error:  # it has times all the same
-                session.check(found)
+                setup.check(found)
                 found[name]["no_extra_bytes"] = text(error)
     return ready
 
 
-def _turns(session: Session, case: Case, ready: dict[str, tuple[Runner, list[timing.Call], int]],
+def _turns(setup: Setup, case: Case, ready: dict[str, tuple[Runner, list[timing.Call], int]],
            found: Figures) -> tuple[dict[str, timing.Turn], dict[str, int]]:  # fmt: skip
     """A turn of each, and the rounds in which it takes part."""
     turns: dict[str, timing.Turn] = {}
     rounds: dict[str, int] = {}
     for name, (runner, calls, result_bytes) in ready.items():
-        with _noting(session, found, name):
-            first = session.turn(runner, calls, 1)
+        with _noting(setup, found, name):
+            first = setup.turn(runner, calls, 1)
             first.warm()
             taken = first.seconds()
             if runner.queue == "cpu":
@@ -245,9 +245,9 @@ def _turns(session: Session, case: Case, ready: dict[str, tuple[Runner, list[tim
                 continue
             batch = timing.WALL_BATCH if runner.queue == "wall" else timing.BATCH
             count = timing.calls_of(taken, len(calls), result_bytes, batch)
-            turn, why = session.turn(runner, calls, count), None
+            turn, why = setup.turn(runner, calls, count), None
             if runner.captures and runner.queue != "wall" and taken < timing.CAPTURED:
-                turn, why = session.graph(runner, calls, count)
+                turn, why = setup.graph(runner, calls, count)
             turns[name], rounds[name] = turn, timing.rounds_of(taken * turn.calls)
             found[name] |= {"how": turn.how, "calls": turn.calls} | ({"not_captured": why} if why else {})
     if case.device == "cpu":  # turn by turn to the end
@@ -255,38 +255,38 @@ def _turns(session: Session, case: Case, ready: dict[str, tuple[Runner, list[tim
     return turns, rounds
 
 
-def _timed(session: Session, case: Case, turns: dict[str, timing.Turn], rounds: dict[str, int], found: Figures,
+def _timed(setup: Setup, case: Case, turns: dict[str, timing.Turn], rounds: dict[str, int], found: Figures,
            key: str) -> None:  # fmt: skip
     taken = timing.alternate(turns, rounds).items()
     for name, times in sorted(taken, key=lambda entry: isinstance(entry[1], Exception)):  # what failed comes last
-        with _noting(session, found, name):
+        with _noting(setup, found, name):
             if isinstance(times, Exception):
                 raise times
             found[name] |= {key: timing.quantiles(times), key.replace("_us", "_rounds"): len(times)}
 
 
-def time_of(session: Session, case: Case, some: list[Runner]) -> Figures:
+def time_of(setup: Setup, case: Case, some: list[Runner]) -> Figures:
     """Burst and, on a GPU, sustained; of a cache that fits into L2 also with one set of inputs."""
-    found, takers = _refusals(session, case, some)
+    found, takers = _refusals(setup, case, some)
     if not any(isinstance(runner, Ours) for runner in takers):
         return found
-    sets = timing.input_sets(case.input_bytes, session.cache_bytes) if session.device == "gpu" else 1
+    sets = timing.input_sets(case.input_bytes, setup.cache_bytes) if setup.device == "gpu" else 1
     xs = [inputs.make(case, seed) for seed in range(sets)]
-    session.synchronize()
-    ready = _prepared(session, case, takers, xs, found)
-    turns, rounds = _turns(session, case, ready, found)
-    _timed(session, case, turns, rounds, found, "burst_us")
-    if session.device == "gpu":
+    setup.synchronize()
+    ready = _prepared(setup, case, takers, xs, found)
+    turns, rounds = _turns(setup, case, ready, found)
+    _timed(setup, case, turns, rounds, found, "burst_us")
+    if setup.device == "gpu":
         for name, turn in turns.items():
             if "burst_us" in found[name]:
-                with _noting(session, found, name):
+                with _noting(setup, found, name):
                     found[name]["sustained_us"] = timing.quantiles(timing.sustained(turn))
-        if case.bound_by_memory and case.cache_bytes < session.cache_bytes:
+        if case.bound_by_memory and case.cache_bytes < setup.cache_bytes:
             one = {name: (runner, calls[:1], size) for name, (runner, calls, size) in ready.items()
                    if "burst_us" in found[name]}  # fmt: skip
             notes: Figures = {name: {} for name in one}
-            again, rounds = _turns(session, case, one, notes)
-            _timed(session, case, again, rounds, notes, "in_cache_us")
+            again, rounds = _turns(setup, case, one, notes)
+            _timed(setup, case, again, rounds, notes, "in_cache_us")
             for name, figures in notes.items():
                 found[name] |= {key: figures[key] for key in ("in_cache_us", "in_cache_rounds") if key in figures}
     for figures in found.values():
@@ -298,25 +298,25 @@ def time_of(session: Session, case: Case, some: list[Runner]) -> Figures:
 # ---- memory --------------------------------------------------------------------------------------------------
 
 
-def extra_bytes(session: Session, runner: Runner, case: Case, x: inputs.Inputs) -> int:
+def extra_bytes(setup: Setup, runner: Runner, case: Case, x: inputs.Inputs) -> int:
     """Most device memory that a pass has at a time beside its inputs and results, what the forward one keeps included.
 
     Once before, so that what a library keeps for all calls is there already.
     """
-    with session.queue(runner):
+    with setup.queue(runner):
         runner.prepare(case, x)()
-        session.synchronize()
+        setup.synchronize()
         if runner.queue == "cupy":
             with _peak() as peak:
                 result = runner.prepare(case, x)()
-                session.synchronize()
+                setup.synchronize()
             return peak.most - inputs.nbytes(runner.results(case, result))
         import torch
 
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
         result = runner.prepare(case, x)()
-        session.synchronize()
+        setup.synchronize()
         return torch.cuda.max_memory_allocated() - before - inputs.nbytes(runner.results(case, result))
 
 
@@ -340,28 +340,28 @@ def _peak() -> Any:
     return Peak()
 
 
-def memory_of(session: Session, case: Case, some: list[Runner]) -> Figures:
+def memory_of(setup: Setup, case: Case, some: list[Runner]) -> Figures:
     """Extra memory; the time is measured elsewhere."""
-    found, takers = _refusals(session, case, some)
+    found, takers = _refusals(setup, case, some)
     if case.device == "cpu":
         for runner in takers:
-            with _noting(session, found, runner.name):
+            with _noting(setup, found, runner.name):
                 found[runner.name] |= _in_new_process(resident_growth, case)
         return found
     x = inputs.make(case)
     expected = inputs.reference(case, x)
-    session.synchronize()
+    setup.synchronize()
     for runner in takers:
-        with _noting(session, found, runner.name):
-            with session.queue(runner):
+        with _noting(setup, found, runner.name):
+            with setup.queue(runner):
                 raw = runner.prepare(case, x)()
-            session.synchronize()
+            setup.synchronize()
             results = runner.results(case, raw)
-            session.synchronize()
+            setup.synchronize()
             _count(case, runner, results, expected, found)
             del raw, results
-            found[runner.name]["extra_bytes"] = extra_bytes(session, runner, case, x)
-        session.clear()
+            found[runner.name]["extra_bytes"] = extra_bytes(setup, runner, case, x)
+        setup.clear()
     return found
 
 
@@ -416,39 +416,39 @@ def resident_growth(case: Case) -> dict[str, Any]:
 # ---- sweep ---------------------------------------------------------------------------------------------------
 
 
-def sweep_of(session: Session, case: Case, some: list[Runner]) -> Figures:
+def sweep_of(setup: Setup, case: Case, some: list[Runner]) -> Figures:
     """Time over M, all M in turn: how far the tiles that are planned are from the best ones."""
-    found, takers = _refusals(session, case, some)
+    found, takers = _refusals(setup, case, some)
     x = inputs.make(case)
-    session.synchronize()
+    setup.synchronize()
     for runner in takers:
         if isinstance(runner, Ours):
-            with _noting(session, found, runner.name):
-                found[runner.name] |= _sweep(session, case, runner, x)
+            with _noting(setup, found, runner.name):
+                found[runner.name] |= _sweep(setup, case, runner, x)
     return found
 
 
-def _sweep(session: Session, case: Case, ours: Ours, x: inputs.Inputs) -> dict[str, Any]:
+def _sweep(setup: Setup, case: Case, ours: Ours, x: inputs.Inputs) -> dict[str, Any]:
     points: dict[str, dict[str, Any]] = {}
     runs: dict[str, tuple[Runner, list[timing.Call], int]] = {}
     seen: dict[str, str] = {}
     for sram in (None, *(GPU_SRAM if case.device == "gpu" else CPU_SRAM)):
         name, within = "planned" if sram is None else str(sram), ours.within(sram)
         points[name] = {"sram": sram}
-        with _noting(session, points, name):
+        with _noting(setup, points, name):
             plan = within.plan(case, x)
             points[name] = {"sram": sram} | plan
             same = seen.setdefault(json.dumps(plan, sort_keys=True), name)
             if same != name:
                 points[name]["same_as"] = same
                 continue
-            with session.queue(within):
+            with setup.queue(within):
                 call = within.prepare(case, x)
                 result = call()
-            session.synchronize()
+            setup.synchronize()
             runs[name] = within, [call], inputs.nbytes(within.results(case, result))
-    turns, rounds = _turns(session, case, runs, points)
-    _timed(session, case, turns, rounds, points, "burst_us")
+    turns, rounds = _turns(setup, case, runs, points)
+    _timed(setup, case, turns, rounds, points, "burst_us")
     for point in points.values():
         if "same_as" in point and "burst_us" in points[point["same_as"]]:
             point["burst_us"] = points[point["same_as"]]["burst_us"]
@@ -514,13 +514,13 @@ print(json.dumps({name: round(s, 2) for name, s in (times | {"total_s": backward
 """
 
 
-def start_of(session: Session, case: Case, some: list[Runner]) -> Figures:
+def start_of(setup: Setup, case: Case, some: list[Runner]) -> Figures:
     """Import and first results of two new processes with one cache of kernels, empty at first."""
-    found, takers = _refusals(session, case, some)
+    found, takers = _refusals(setup, case, some)
     program = GPU_START if case.device == "gpu" else CPU_START
     path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH", ""))))
     for runner in takers:
-        with _noting(session, found, runner.name), tempfile.TemporaryDirectory() as cache:
+        with _noting(setup, found, runner.name), tempfile.TemporaryDirectory() as cache:
             environment = os.environ | {"RAWFLASH_CACHE_DIR": cache, "NUMBA_CACHE_DIR": cache, "PYTHONPATH": path}
             for which in ("cold", "warm"):
                 done = subprocess.run([sys.executable, "-c", program, case.dtype], env=environment, capture_output=True,
@@ -531,14 +531,14 @@ def start_of(session: Session, case: Case, some: list[Runner]) -> Figures:
     return found
 
 
-def overhead_of(session: Session, case: Case, some: list[Runner]) -> Figures:
+def overhead_of(setup: Setup, case: Case, some: list[Runner]) -> Figures:
     """Host time of a warm call: as many as fit the queue, the device doing next to nothing. The least of 20 times."""
     import cupy
     import torch
 
     import rawflash as rf
 
-    found, takers = _refusals(session, case, some)
+    found, takers = _refusals(setup, case, some)
     q = cupy.zeros((1, 1, 16, 16), np.float32)
     t = torch.zeros((1, 1, 16, 16), device="cuda")
     out, lse = rf.attention(q, q, q, return_lse=True)
@@ -550,11 +550,11 @@ def overhead_of(session: Session, case: Case, some: list[Runner]) -> Figures:
         "attention_backward": lambda: rf.attention_backward(q, q, q, q, out, lse),
     }[case.what]
     for runner in takers:
-        with _noting(session, found, runner.name):
+        with _noting(setup, found, runner.name):
             call()
             best = float("inf")
             for _ in range(20):
-                session.synchronize()
+                setup.synchronize()
                 begun = time.perf_counter()
                 for _ in range(200):
                     call()
@@ -563,7 +563,7 @@ def overhead_of(session: Session, case: Case, some: list[Runner]) -> Figures:
     return found
 
 
-MEASURES: dict[str, Callable[[Session, Case, list[Runner]], Figures]] = {
+MEASURES: dict[str, Callable[[Setup, Case, list[Runner]], Figures]] = {
     "time": time_of, "memory": memory_of, "sweep": sweep_of, "start": start_of, "overhead": overhead_of,
 }  # fmt: skip
 
@@ -571,7 +571,7 @@ MEASURES: dict[str, Callable[[Session, Case, list[Runner]], Figures]] = {
 # ---- ceilings ------------------------------------------------------------------------------------------------
 
 
-def ceilings(session: Session, cases: Iterable[Case]) -> dict[str, Any]:
+def ceilings(setup: Setup, cases: Iterable[Case]) -> dict[str, Any]:
     """What no kernel of these cases can exceed: products, copies, and for float64 the plain rate."""
     found: dict[str, Any] = {}
 
@@ -579,20 +579,20 @@ def ceilings(session: Session, cases: Iterable[Case]) -> dict[str, Any]:
         try:
             found[name] = figure()
         except Exception as error:
-            session.check({})
+            setup.check({})
             found[name] = {"failed": text(error)}
 
     cases = list(cases)
-    if session.device == "cpu":
+    if setup.device == "cpu":
         note("cpu", _cpu_ceilings)
         return found
     dtypes = {case.dtype for case in cases if case.measure in ("time", "sweep") and not case.bound_by_memory}
     for dtype in sorted(dtypes):
-        note(f"{dtype} matmul", lambda dtype=dtype: _matmul(session, dtype))
+        note(f"{dtype} matmul", lambda dtype=dtype: _matmul(setup, dtype))
     if "float64" in dtypes:
-        note("float64 plain", lambda: _plain_float64(session))
-    note("copy", lambda: _copy(session))
-    session.clear()
+        note("float64 plain", lambda: _plain_float64(setup))
+    note("copy", lambda: _copy(setup))
+    setup.clear()
     return found
 
 
@@ -608,28 +608,28 @@ def _rate(turn: timing.Turn, amount: float, unit: str) -> dict[str, float]:
             f"sustained_{unit}": round(amount / statistics.median(steady) / 1e12, 3)}  # fmt: skip
 
 
-def _matmul(session: Session, dtype: str, n: int = 8192) -> dict[str, float]:
+def _matmul(setup: Setup, dtype: str, n: int = 8192) -> dict[str, float]:
     import torch
 
     n = n // 2 if dtype == "float64" else n
     a, b = (torch.randn((n, n), device="cuda", dtype=getattr(torch, dtype)) for _ in range(2))
     c = torch.empty_like(a)
-    session.synchronize()
-    turn = timing.Queued(session.queues["torch"], [lambda: torch.mm(a, b, out=c)] * 4)
+    setup.synchronize()
+    turn = timing.Queued(setup.queues["torch"], [lambda: torch.mm(a, b, out=c)] * 4)
     return {"n": n} | _rate(turn, 2 * n**3, "tflops")
 
 
-def _copy(session: Session) -> dict[str, float]:
+def _copy(setup: Setup) -> dict[str, float]:
     """Read and written."""
     import torch
 
     a = torch.zeros(1 << 28, device="cuda")
     b = torch.empty_like(a)
-    session.synchronize()
-    return _rate(timing.Queued(session.queues["torch"], [lambda: b.copy_(a)] * 4), 2 * a.nbytes, "tbytes")
+    setup.synchronize()
+    return _rate(timing.Queued(setup.queues["torch"], [lambda: b.copy_(a)] * 4), 2 * a.nbytes, "tbytes")
 
 
-def _plain_float64(session: Session) -> dict[str, float]:
+def _plain_float64(setup: Setup) -> dict[str, float]:
     """The card's plain float64 rate: a chain of fused multiply-adds in every thread."""
     import cupy
 
@@ -638,9 +638,9 @@ def _plain_float64(session: Session) -> dict[str, float]:
         for (int n = 0; n < 4096; n++) for (int i = 0; i < 8; i++) a[i] = fma(a[i], 0.999, 0.001);
         double s = 0; for (int i = 0; i < 8; i++) s += a[i]; x[threadIdx.x] = s; }"""
     chain, space = cupy.RawKernel(source, "chain"), cupy.zeros(256)
-    session.synchronize()
+    setup.synchronize()
     blocks = cupy.cuda.Device().attributes["MultiProcessorCount"] * 8 * 4
-    turn = timing.Queued(session.queues["cupy"], [lambda: chain((blocks,), (256,), (space,))] * 4)
+    turn = timing.Queued(setup.queues["cupy"], [lambda: chain((blocks,), (256,), (space,))] * 4)
     return _rate(turn, blocks * 256 * 4096 * 8 * 2, "tflops")
 
 

@@ -75,13 +75,13 @@ def put(rows: list[dict[str, Any]], row: dict[str, Any]) -> None:
     rows.append(row)
 
 
-def measure(session: measures.Session, case: Case, backends: list[str] | None = None,
+def measure(setup: measures.Setup, case: Case, backends: list[str] | None = None,
             peers: list[str] | None = None) -> dict[str, Any]:  # fmt: skip
     """The row of a case. A GPU that is lost is in the row's ``lost``."""
     row: dict[str, Any] = {"name": case.name, "case": asdict(case)}
     begun = time.monotonic()
     try:
-        row["runners"] = measures.MEASURES[case.measure](session, case, measures.runners(case, backends, peers))
+        row["runners"] = measures.MEASURES[case.measure](setup, case, measures.runners(case, backends, peers))
     except measures.DeviceLost as error:
         row |= {"runners": error.found, "failed": ENDED, "lost": error.cause}
     except Exception as error:
@@ -216,10 +216,10 @@ def run(found: dict[str, Any], cases: list[Case], todo: list[Case], out: Path, o
     """Fill a record."""
     begun = time.monotonic()
     print(f"{len(todo)} of {len(cases)} cases, {found.get('gpu') or found['cpu']}, record {out}", flush=True)
-    session = measures.Session(found["device"])
+    setup = measures.Setup(found["device"])
     if not options.no_ceilings and not found["ceilings"] and todo and not options.quick:
         with Watch(options.limit):
-            found["ceilings"] = measures.ceilings(session, todo)
+            found["ceilings"] = measures.ceilings(setup, todo)
         print("ceilings:", found["ceilings"], flush=True)
     first = time.monotonic()
     for n, case in enumerate(todo):
@@ -229,16 +229,16 @@ def run(found: dict[str, Any], cases: list[Case], todo: list[Case], out: Path, o
         found["running"] = case.name
         record.write(out, found)
         with Watch(options.limit):
-            row = measure(session, case, options.backends, options.peers)
+            row = measure(setup, case, options.backends, options.peers)
             put(found["rows"], row)
-            found["peers"] |= session.peers
+            found["peers"] |= setup.peers
             lost = "lost" in row
             if not lost:
                 del found["running"]
             record.write(out, found)
             try:
                 if not lost:
-                    session.clear()
+                    setup.clear()
             except Exception:
                 lost = True
         ahead = (time.monotonic() - first) / (n + 1) * (len(todo) - n - 1)

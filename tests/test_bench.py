@@ -329,7 +329,7 @@ class Wrong(peers.Ours):
 def test_a_wrong_result_has_an_error_and_no_times():
     wrong = Wrong("numba_cpu")
     wrong.name = "wrong"
-    found = measures.time_of(measures.Session("cpu"), TINY, [wrong, peers.Ours("numba_cpu")])
+    found = measures.time_of(measures.Setup("cpu"), TINY, [wrong, peers.Ours("numba_cpu")])
     assert found["wrong"]["error"]["out"] > 1e-3 and "WrongResult" in found["wrong"]["failed"]
     assert "burst_us" not in found["wrong"] and found["numba_cpu"]["burst_us"][1] > 0
 
@@ -353,7 +353,7 @@ class HostQueue:
         return lambda: [call() for call in calls]
 
 
-class HostSession(measures.Session):
+class HostSetup(measures.Setup):
     """A GPU that is this CPU."""
 
     queues = {"cupy": HostQueue(), "torch": HostQueue()}
@@ -411,7 +411,7 @@ def on_host(monkeypatch):
     monkeypatch.setattr(measures, "GPU_SRAM", (1024, 1 << 16, 1 << 18))
     monkeypatch.setattr(timing, "PERIOD", 0.01)
     monkeypatch.setattr(timing, "BUDGET", 0.01)
-    return HostSession("gpu")
+    return HostSetup("gpu")
 
 
 def test_flow_of_gpu_cases(on_host):
@@ -440,7 +440,7 @@ def test_a_lost_gpu_ends_the_row_but_keeps_what_was_found(on_host, monkeypatch):
     def gone():
         raise RuntimeError("an illegal memory access was encountered")
 
-    monkeypatch.setattr(HostSession, "check", measures.Session.check)
+    monkeypatch.setattr(HostSetup, "check", measures.Setup.check)
     failing = Failing()
     failing.prepare = lambda case, x: monkeypatch.setattr(on_host, "synchronize", gone) or gone()
     case = replace(TINY, device="gpu", backends=())
