@@ -15,7 +15,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = Path(__file__).resolve().parent / "results"
-PACKAGES = ("numpy", "numba", "llvmlite", "numba-cuda", "torch", "triton", "jax", "flash-attn-4")
+PACKAGES = ("numpy", "numba", "llvmlite", "numba-cuda", "torch", "triton", "jax", "flash-attn-4", "nvidia-cutlass-dsl")
 
 
 def _output(*command: str) -> str:
@@ -77,3 +77,9 @@ def write(path: Path, record: dict[str, Any]) -> None:
     new = path.with_suffix(".new")
     new.write_text(json.dumps(record, indent=1) + "\n")
     new.replace(path)
+
+
+def read(path: Path) -> dict[str, Any]:
+    """A record."""
+    found: dict[str, Any] = json.loads(path.read_text())
+    return found

@@ -1,0 +1,538 @@
+"""Tables and plots of the pages, from the records.
+
+    python -m bench.report            # README.md, docs/benchmarks.md, docs/benchmarks/*.svg; plots need matplotlib
+    python -m bench.report --check    # exit status 1 where they are not what the records make; needs no matplotlib
+
+A table stands between ``<!-- bench:begin NAME -->`` and ``<!-- bench:end -->``. Of a case the newest row counts that
+has figures of ours; a table is of one device, the one of the newest record. What no record has rows for stays as it is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import re
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from bench import record
+from bench.cases import GRID, GROUPS
+from bench.peers import PEERS
+from bench.run import SCHEMA, has_figures
+
+PAGES = ("README.md", "docs/benchmarks.md")
+PLOTS = Path("docs/benchmarks")
+BLOCK = re.compile(r"(<!-- bench:begin(?: (?P<name>[\w-]+))? -->\n).*?(<!-- bench:end -->)", re.DOTALL)
+README = (
+    "forward/bfloat16/d128/T4096", "forward/bfloat16/d128/T4096/causal", "backward/bfloat16/d128/T4096",
+    "backward/bfloat16/d128/T4096/causal", "forward/bfloat16/d64/T4096/causal", "backward/bfloat16/d64/T4096/causal",
+    "forward/float32/d128/T4096", "backward/float32/d128/T4096", "decode/bfloat16/d128/T8192/B16H32/Hkv8",
+)  # fmt: skip
+Row = dict[str, Any]
+Made = tuple[str, list[Row]]  # a table, and the rows that it is of
+UNITS = {"tflops": "TFLOP/s", "tbytes": "TB/s"}
+
+
+@dataclass
+class Results:
+    """Rows of one device, by the name of the case, and the records that they are from."""
+
+    device: str = ""
+    rows: dict[str, Row] = field(default_factory=dict)
+    sources: dict[str, tuple[str, dict[str, Any]]] = field(default_factory=dict)
+
+    def of(self, names: Iterable[str]) -> list[Row]:
+        """Rows of cases, where there are."""
+        return [self.rows[name] for name in names if name in self.rows]
+
+
+def load(folder: Path = record.RESULTS) -> dict[str, Results]:
+    """For GPU and CPU, the rows of the device that was measured last."""
+    found = {"gpu": Results(), "cpu": Results()}
+    records = []
+    for path in sorted(folder.glob("*.json")):
+        made = record.read(path)
+        if made.get("schema") == SCHEMA:
+            records.append((made["date"], path.name, made))
+    records.sort(key=lambda entry: entry[:2])
+    for kind, results in found.items():
+        some = [(name, made) for _, name, made in records if made["device"] == kind]
+        results.device = _device(some[-1][1]) if some else ""
+        for name, made in some:
+            if _device(made) != results.device:
+                continue
+            for row in made["rows"]:
+                old = results.rows.get(row["name"])
+                if old is None or has_figures(row) or not has_figures(old):
+                    results.rows[row["name"]] = row
+                    results.sources[row["name"]] = name, made
+    return found
+
+
+def _device(made: dict[str, Any]) -> str:
+    return str(made["gpu"] if made["device"] == "gpu" else made["cpu"])
+
+
+# ---- figures of a row ----------------------------------------------------------------------------------------
+
+
+def mine(row: Row) -> dict[str, dict[str, Any]]:
+    """Figures of ours, by backend and algorithm."""
+    return {name: figures for name, figures in row["runners"].items() if name not in PEERS}
+
+
+def theirs(row: Row) -> dict[str, dict[str, Any]]:
+    """Figures of peers."""
+    return {name: figures for name, figures in row["runners"].items() if name in PEERS}
+
+
+def best(some: dict[str, dict[str, Any]], key: str = "burst_us") -> tuple[str, float] | None:
+    """Who is fastest, and the median in microseconds; None where nobody has one."""
+    timed = {name: figures[key][1] for name, figures in some.items() if key in figures}
+    return min(timed.items(), key=lambda entry: entry[1]) if timed else None
+
+
+def ratio(row: Row, key: str = "burst_us") -> float | None:
+    """Time of the best peer by that of our best: above 1 we are faster."""
+    a, b = best(mine(row), key), best(theirs(row), key)
+    return b[1] / a[1] if a and b else None
+
+
+def speed(figures: dict[str, Any], when: str = "burst") -> float | None:
+    """TFLOP/s or TB/s."""
+    return next((figures[f"{when}_{unit}"] for unit in UNITS if f"{when}_{unit}" in figures), None)
+
+
+def number(x: float | None) -> str:
+    """Three digits that count."""
+    if x is None:
+        return ""
+    return f"{x:.0f}" if x >= 100 else f"{x:.1f}" if x >= 10 else f"{x:.2f}"
+
+
+def size(n: float) -> str:
+    """Bytes with a unit."""
+    for limit, unit in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
+        if n >= limit:
+            return f"{number(n / limit)} {unit}"
+    return f"{n:.0f}"
+
+
+def caption(results: Results, rows: Sequence[Row]) -> str:
+    """Device, driver, versions, dates, records."""
+    sources = dict(results.sources[row["name"]] for row in rows)
+    words = []
+    for name, made in sources.items():
+        versions = made["versions"]
+        peers = {"PyTorch": "torch", "FlashAttention-4": "flash-attn-4", "JAX": "jax", "CuPy": "cupy",
+                 "numba-cuda": "numba-cuda", "Numba": "numba", "NVRTC": "nvrtc", "Python": "python"}  # fmt: skip
+        if made["device"] == "cpu":
+            peers = {"PyTorch": "torch", "Numba": "numba", "NumPy": "numpy", "Python": "python"}
+        said = [f"{label} {versions[key]}" for label, key in peers.items() if key in versions]
+        driver = [f"driver {made['driver']}"] if made.get("driver") else [f"{made['cpus']} CPUs"]
+        words.append(f"{made['date']}, {', '.join(driver + said)}, commit {made['commit']}, `bench/results/{name}`")
+    return f"{results.device}; " + "; ".join(words) + "."
+
+
+# ---- tables --------------------------------------------------------------------------------------------------
+
+
+Maker = Callable[[Results], Made]
+
+
+def table(head: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
+    """A Markdown table; columns without a word in any line are left out."""
+    kept = [list(line) for line in lines]
+    columns = [n for n in range(len(head)) if n == 0 or any(line[n] for line in kept)]
+    made = ["| " + " | ".join(line[n] for n in columns) + " |" for line in ([*head], *kept)]
+    return "\n".join([made[0], "|" + " --- |" * len(columns), *made[1:]])
+
+
+def problem(row: Row) -> str:
+    """A case in words."""
+    c = row["case"]
+    heads = f"H = {c['Hq']}" + (f", Hkv = {c['Hkv']}" if c["Hkv"] != c["Hq"] else "")
+    words = [f"B = {c['B']}, {heads}, T = {c['Tk']}, d = {c['d']}"]
+    words += ["causal"] * c["causal"] + [f"blocks of {c['page']}"] * bool(c["page"])
+    return ", ".join(words)
+
+
+def speeds(results: Results, names: Iterable[str]) -> Made:
+    """Each runner's speed, burst and sustained, and the ratio to the best peer."""
+    rows = [row for row in results.of(names) if row["runners"]]
+    runners = list(dict.fromkeys(name for row in rows for name in mine(row)))
+    runners += [name for name in PEERS if any("burst_us" in theirs(row).get(name, {}) for row in rows)]
+    lines = []
+    for row in rows:
+        c = row["case"]
+        cells = []
+        for name in runners:
+            figures = row["runners"].get(name, {})
+            burst, steady = speed(figures), speed(figures, "sustained")
+            if c["device"] == "cpu":
+                burst = burst and burst * 1e3
+            text = number(burst) + (f" / {number(steady)}" if steady else "")
+            cached = figures.get("in_cache_tbytes")
+            text += f" ({number(cached)} in L2)" if cached else ""
+            cells.append("failed" if "failed" in figures else text)
+        ratios = " / ".join(f"{x:.2f}" for x in (ratio(row), ratio(row, "sustained_us")) if x)
+        lines.append([f"{c['direction']}, {c['dtype']}", problem(row), *cells, ratios])
+    return table(["pass", "problem", *runners, "ratio to the best peer"], lines), rows
+
+
+def speeds_of(group: str, direction: str | None = None) -> Maker:
+    """The table of a group."""
+    names = [name for name in GROUPS[group] if direction is None or name.startswith(direction)]
+    return lambda results: speeds(results, names)
+
+
+def readme(results: Results) -> Made:
+    """Chosen cases: ours, the best peer, the ratio."""
+    rows = [row for row in results.of(README) if has_figures(row)]
+    lines = []
+    for row in rows:
+        (a, _), peer = best(mine(row)) or ("", 0), best(theirs(row))
+        unit = UNITS["tbytes" if row["case"]["direction"] == "decode" else "tflops"]
+        lines.append([
+            f"{row['case']['direction']}, {row['case']['dtype']}", problem(row),
+            f"{number(speed(mine(row)[a]))} {unit} ({a})",
+            f"{number(speed(theirs(row)[peer[0]]))} ({peer[0]})" if peer else "",
+            f"{ratio(row):.2f}" if peer else "",
+        ])  # fmt: skip
+    return table(["pass", "problem", "rawflash", "best peer", "ratio"], lines), rows
+
+
+def dense(results: Results) -> Made:
+    """Milliseconds and extra memory, beside a dense formula."""
+    rows = [row for row in results.of(GROUPS["dense"]) if has_figures(row)]
+    runners = list(dict.fromkeys(name for row in rows for name in row["runners"]))
+    lines = []
+    for row in rows:
+        cells = []
+        for name in runners:
+            figures = row["runners"].get(name, {})
+            text = f"{number(figures['burst_us'][1] / 1e3)} ms" if "burst_us" in figures else ""
+            cells.append(text + (f", {size(figures['extra_bytes'])}" if "extra_bytes" in figures else ""))
+        lines.append([f"{row['case']['direction']}, {row['case']['dtype']}", problem(row), *cells])
+    return table(["pass", "problem", *runners], lines), rows
+
+
+def memory(group: str) -> Maker:
+    """Extra memory."""
+
+    def made(results: Results) -> Made:
+        rows = [row for row in results.of(GROUPS[group]) if has_figures(row)]
+        runners = list(dict.fromkeys(name for row in rows for name in row["runners"]))
+        lines = [
+            [f"{row['case']['direction']}, {row['case']['dtype']}", problem(row), *(
+                size(row["runners"][name]["extra_bytes"]) if "extra_bytes" in row["runners"].get(name, {}) else ""
+                for name in runners
+            )]
+            for row in rows
+        ]  # fmt: skip
+        return table(["pass", "problem", *runners], lines), rows
+
+    return made
+
+
+def sweep(group: str) -> Maker:
+    """Tiles that are planned, the best ones of the sweep, and how far they are apart."""
+
+    def made(results: Results) -> Made:
+        rows, lines = [row for row in results.of(GROUPS[group]) if has_figures(row)], []
+        for row in rows:
+            for name, figures in mine(row).items():
+                first = min((p for p in figures["points"] if "burst_us" in p), key=lambda p: p["burst_us"][1])
+                sizes = [f"{tiles['br']} x {tiles['bc']}" for tiles in (figures["tiles"], first["tiles"])]
+                lines.append([f"{row['case']['direction']}, {row['case']['dtype']}", problem(row), name, *sizes,
+                              f"{figures['best_by_planned']:.2f}"])  # fmt: skip
+        return table(["pass", "problem", "backend", "planned", "best", "time of the best by planned"], lines), rows
+
+    return made
+
+
+def start(group: str) -> Maker:
+    """Seconds of the first calls of a process, without and with a cache of kernels."""
+
+    def made(results: Results) -> Made:
+        rows = [row for row in results.of(GROUPS[group]) if has_figures(row)]
+        keys = ("import_s", "forward_s", "backward_s")
+        lines = [
+            [row["case"]["dtype"], which, *(f"{figures[which][key]:.2f}" for key in keys)]
+            for row in rows for figures in mine(row).values() for which in ("cold", "warm")
+        ]  # fmt: skip
+        return table(["dtype", "cache of kernels", "import, s", "first forward, s", "first backward, s"], lines), rows
+
+    return made
+
+
+def overhead(results: Results) -> Made:
+    """Host time of a warm call."""
+    rows = [row for row in results.of(GROUPS["overhead"]) if has_figures(row)]
+    lines = [[row["case"]["what"], number(next(iter(mine(row).values()))["host_us"])] for row in rows]
+    return table(["call", "host time, microseconds"], lines), rows
+
+
+def ceilings(results: Results) -> Made:
+    """Of the newest record that has some."""
+    newest = [(name, made["ceilings"]) for name, (_, made) in results.sources.items() if made["ceilings"]]
+    if not newest:
+        return "", []
+    name, found = newest[-1]
+    lines = [[what, *(str(figures.get(key, "")) for key in ("burst_tflops", "sustained_tflops", "burst_tbytes"))]
+             for what, figures in found.items() if "failed" not in figures and what != "cpu"]  # fmt: skip
+    if "cpu" in found:
+        return table(["what", "figure"], [[key, str(value)] for key, value in found["cpu"].items()]), results.of([name])
+    return table(["what", "burst, TFLOP/s", "sustained, TFLOP/s", "TB/s"], lines), results.of([name])
+
+
+TABLES: dict[str, tuple[str, Maker]] = {  # name of a block: device, and what makes it; "": the README's
+    "": ("gpu", readme),
+    "grid-forward": ("gpu", speeds_of("grid", "forward")),
+    "grid-backward": ("gpu", speeds_of("grid", "backward")),
+    "grid-fp16": ("gpu", speeds_of("grid-fp16")),
+    "gqa": ("gpu", speeds_of("gqa")),
+    "ragged": ("gpu", speeds_of("ragged")),
+    "float32": ("gpu", speeds_of("float32")),
+    "float64": ("gpu", speeds_of("float64")),
+    "decode": ("gpu", speeds_of("decode")),
+    "dense": ("gpu", dense),
+    "memory": ("gpu", memory("memory")),
+    "sweep": ("gpu", sweep("sweep")),
+    "start": ("gpu", start("start")),
+    "overhead": ("gpu", overhead),
+    "ceilings": ("gpu", ceilings),
+    "cpu": ("cpu", speeds_of("cpu")),
+    "cpu-decode": ("cpu", speeds_of("cpu-decode")),
+    "cpu-memory": ("cpu", memory("cpu-memory")),
+    "cpu-sweep": ("cpu", sweep("cpu-sweep")),
+    "cpu-start": ("cpu", start("cpu-start")),
+    "cpu-ceilings": ("cpu", ceilings),
+}
+
+
+def page(text: str, found: dict[str, Results], pictures: dict[str, str]) -> str:
+    """A page with its blocks made anew; a block of which there are no rows stays."""
+
+    def block(match: re.Match[str]) -> str:
+        name = match["name"] or ""
+        if name == "plots":
+            made = "\n\n".join(f"![{alt}](benchmarks/{plot}.svg)" for plot, alt in pictures.items())
+            return f"{match[1]}\n{made}\n\n{match[3]}" if made else match[0]
+        if name not in TABLES:
+            raise ValueError(f"no table is named {name!r}")
+        device, maker = TABLES[name]
+        made, rows = maker(found[device])
+        return f"{match[1]}\n{made}\n\n{caption(found[device], rows)}\n\n{match[3]}" if rows else match[0]
+
+    return BLOCK.sub(block, text)
+
+
+# ---- plots ---------------------------------------------------------------------------------------------------
+
+
+def _curves(results: Results, direction: str) -> dict[str, Any]:
+    """For each head dimension and mask: speed over T of everyone, and the ratio to the best peer."""
+    found: dict[str, Any] = {}
+    dtype = "bfloat16"
+    for d in sorted({size[0] for size in GRID}):
+        for causal in (False, True):
+            panel: dict[str, Any] = {"speed": {}, "ratio": []}
+            rows = [row for row in results.of(n for n in GROUPS["grid"] if n.startswith(f"{direction}/{dtype}/d{d}/"))
+                    if row["case"]["causal"] == causal]  # fmt: skip
+            for row in sorted(rows, key=lambda row: row["case"]["Tk"]):
+                T = row["case"]["Tk"]
+                for name, figures in row["runners"].items():
+                    value = speed(figures)
+                    if value is not None:
+                        panel["speed"].setdefault(name, []).append([T, value])
+                if ratio(row):
+                    panel["ratio"].append([T, round(ratio(row) or 0, 4)])
+            if panel["speed"]:
+                found[f"d = {d}, {'causal' if causal else 'full'}"] = panel
+    return found
+
+
+def plots(found: dict[str, Results]) -> dict[str, tuple[str, str, Any]]:
+    """Name of a plot: which kind it is, what it shows in words, and its data. Only those that have data."""
+    gpu = found["gpu"]
+    made: dict[str, tuple[str, str, Any]] = {}
+    tops = [source["ceilings"].get("bfloat16 matmul", {}).get("burst_tflops") for _, source in gpu.sources.values()]
+    for direction in ("forward", "backward"):
+        panels = _curves(gpu, direction)
+        if panels:
+            top = next((t for t in reversed(tops) if t), None)
+            title = f"Speed of the {direction} pass against T, bfloat16, {gpu.device}"
+            made[f"{direction}-bfloat16"] = "speed", title, {"panels": panels, "top": top}
+    ratios = {
+        direction: {name: panel["ratio"] for name, panel in _curves(gpu, direction).items() if panel["ratio"]}
+        for direction in ("forward", "backward")
+    }
+    if any(ratios.values()):
+        made["ratio-bfloat16"] = "ratio", f"Speed as a multiple of the best peer's, bfloat16, {gpu.device}", ratios
+    held: dict[str, dict[str, list[list[float]]]] = {}
+    for row in gpu.of(GROUPS["memory"]):
+        for name, figures in row["runners"].items():
+            if "extra_bytes" in figures:
+                curves = held.setdefault(row["case"]["direction"], {})
+                curves.setdefault(name, []).append([row["case"]["Tk"], figures["extra_bytes"]])
+    if held:
+        made["memory"] = "memory", f"Extra memory against T, 8 heads, d = 64, float16, causal, {gpu.device}", held
+    for kind in ("gpu", "cpu"):
+        swept = {}
+        for row in found[kind].of(GROUPS["sweep" if kind == "gpu" else "cpu-sweep"]):
+            for figures in mine(row).values():
+                timed = [p for p in figures.get("points", ()) if "burst_us" in p]
+                points = [[p["sram"], p["burst_us"][1]] for p in timed if p["sram"]]
+                if points:
+                    label = f"{row['case']['direction']}, {row['case']['dtype']}, {problem(row)}"
+                    swept[label] = [[m, round(us / figures["burst_us"][1], 4)] for m, us in points]
+        if swept:
+            title = f"Time over M, as a multiple of that of the planned tiles, {found[kind].device}"
+            made[f"{kind}-sweep"] = "sweep", title, swept
+    return made
+
+
+def digest(data: Any) -> str:
+    """What a plot was drawn from."""
+    return "data sha256 " + hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()
+
+
+COLOURS = dict(zip(
+    ("cupy_raw", "numba_cuda", "torch-flash", "torch-cudnn", "torch-efficient", "torch-math", "flex", "fa4",
+     "jax-cudnn", "jax-xla", "dense-cupy"),
+    ("#d62728", "#ff7f0e", "#1f77b4", "#2ca02c", "#9467bd", "#7f7f7f", "#8c564b", "#000000", "#17becf", "#bcbd22",
+     "#aaaaaa"), strict=True,
+))  # fmt: skip
+
+
+def draw(path: Path, kind: str, title: str, data: Any) -> None:
+    """An SVG with its text as text, the same for the same data."""
+    import matplotlib
+
+    matplotlib.use("svg")
+    from matplotlib import pyplot
+
+    style = {"svg.fonttype": "none", "svg.hashsalt": "rawflash", "font.size": 9, "axes.grid": True, "grid.alpha": 0.3,
+             "figure.facecolor": "white", "savefig.facecolor": "white", "axes.spines.top": False,
+             "axes.spines.right": False, "lines.markersize": 4}  # fmt: skip
+    with pyplot.rc_context(style):
+        figure = {"speed": _speed, "ratio": _ratio, "memory": _memory, "sweep": _sweep}[kind](pyplot, data)
+        figure.suptitle(title, fontsize=10)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path, format="svg", metadata={"Date": None, "Creator": None, "Description": digest(data)})
+        pyplot.close(figure)
+    text = re.sub(r"(\d\.\d\d)\d+", r"\1", path.read_text())  # hundredths of a point are not seen
+    path.write_text("\n".join(line.strip() for line in text.splitlines()) + "\n")
+
+
+def _lengths(axes: Any, label: str) -> None:
+    axes.set_xscale("log", base=2)
+    axes.set_ylabel(label)
+    axes.xaxis.set_major_formatter(lambda x, _: f"{x:.0f}")
+
+
+def _legend(figure: Any) -> None:
+    """One legend below all panels."""
+    entries: dict[str, Any] = {}
+    for axes in figure.axes:
+        entries |= dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True))
+    where = dict(loc="outside lower center", ncols=min(len(entries), 4), frameon=False)
+    figure.legend(entries.values(), entries.keys(), **where)
+
+
+def _speed(pyplot: Any, data: Any) -> Any:
+    rows = -(-len(data["panels"]) // 2)
+    figure, grid = pyplot.subplots(rows, 2, figsize=(8, 2.6 * rows + 0.8), layout="constrained", squeeze=False)
+    panels = data["panels"]
+    for axes, (name, panel) in zip(grid.flat, panels.items(), strict=False):
+        for runner, points in panel["speed"].items():
+            ours = runner not in PEERS
+            axes.plot(*zip(*points, strict=True), marker="o", label=runner, color=COLOURS.get(runner),
+                      linewidth=2 if ours else 1, zorder=3 if ours else 2)  # fmt: skip
+        if data["top"]:
+            axes.axhline(data["top"], color="black", linestyle=":", linewidth=1, label="matrix product, 8192")
+        axes.set_title(name, fontsize=9)
+        axes.set_ylim(bottom=0)
+        _lengths(axes, "TFLOP/s")
+    _legend(figure)
+    return figure
+
+
+def _ratio(pyplot: Any, data: Any) -> Any:
+    figure, grid = pyplot.subplots(1, 2, figsize=(8, 3.6), layout="constrained", sharey=True)
+    for axes, (direction, curves) in zip(grid, data.items(), strict=True):
+        for n, (name, points) in enumerate(curves.items()):
+            axes.plot(*zip(*points, strict=True), marker="o", label=name, color=f"C{n // 2}",
+                      linestyle="--" if "causal" in name else "-")  # fmt: skip
+        axes.axhline(1, color="black", linewidth=0.8)
+        axes.set_title(direction, fontsize=9)
+        axes.set_ylim(bottom=0)
+        _lengths(axes, "best peer's time by ours")
+    _legend(figure)
+    return figure
+
+
+def _memory(pyplot: Any, data: Any) -> Any:
+    figure, grid = pyplot.subplots(1, len(data), figsize=(8, 3.6), layout="constrained", sharey=True, squeeze=False)
+    for axes, (direction, curves) in zip(grid.flat, data.items(), strict=True):
+        for runner, points in curves.items():
+            lengths, held = zip(*points, strict=True)
+            axes.plot(lengths, [n / 1e6 for n in held], marker="o", label=runner, color=COLOURS.get(runner))
+        axes.set_title(direction, fontsize=9)
+        axes.set_yscale("symlog", linthresh=0.01)
+        _lengths(axes, "MB beside inputs and results")
+    _legend(figure)
+    return figure
+
+
+def _sweep(pyplot: Any, data: Any) -> Any:
+    figure, axes = pyplot.subplots(figsize=(8, 4.6), layout="constrained")
+    for n, (name, points) in enumerate(data.items()):
+        axes.plot([m / 1024 for m, _ in points], [t for _, t in points], marker="o", label=name, color=f"C{n % 10}",
+                  linestyle="--" if name.startswith("backward") else "-")  # fmt: skip
+    axes.axhline(1, color="black", linewidth=0.8)
+    axes.set_xlabel("M, KiB")
+    _lengths(axes, "time by that of the planned tiles")
+    figure.legend(loc="outside lower center", ncols=2, frameon=False, fontsize=8)
+    return figure
+
+
+# ---- the script ----------------------------------------------------------------------------------------------
+
+
+def main(arguments: Sequence[str] | None = None, root: Path = record.ROOT) -> int:
+    """Write pages and plots, or check them; the exit status."""
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.report", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--check", action="store_true", help="write nothing; exit status 1 where a file is not as made")
+    options = parser.parse_args(arguments)
+    found = load(root / "bench" / "results")
+    pictures = plots(found)
+    old = []
+    for name, (kind, title, data) in pictures.items():
+        path = root / PLOTS / f"{name}.svg"
+        if not path.exists() or digest(data) not in path.read_text():
+            old.append(path)
+            if not options.check:
+                draw(path, kind, title, data)
+    for name in PAGES:
+        path = root / name
+        text = path.read_text()
+        made = page(text, found, {plot: title for plot, (_, title, _) in pictures.items()})
+        if made != text:
+            old.append(path)
+            if not options.check:
+                path.write_text(made)
+    for path in old:
+        print(f"{path.relative_to(root)} {'is not what the records make' if options.check else 'written'}")
+    return int(options.check and bool(old))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,628 @@
+"""The benchmark suite, where there is no GPU: cases, timing, comparison, records, tables; one case to the end."""
+
+import contextlib
+import json
+import math
+import sys
+import time
+from dataclasses import replace
+
+import pytest
+
+import rawflash as rf
+from bench import cases, inputs, measures, peers, record, report, run, timing
+from bench.cases import CASES, GROUPS, Case, select
+
+TINY = Case(device="cpu", dtype="float32", B=1, Hq=2, Hkv=1, Tq=24, Tk=24, d=8, dv=8, causal=True,
+            backends=("numba_cpu",), peers=("torch-cpu",))  # fmt: skip
+
+
+# ---- cases ---------------------------------------------------------------------------------------------------
+
+
+def test_names_say_what_a_case_is():
+    assert "forward/bfloat16/d128/T4096/causal" in GROUPS["grid"]
+    assert all(CASES[name].name == name for name in CASES)
+    for name in GROUPS["grid"]:
+        case = CASES[name]
+        assert case.B * case.Tq == 16384 and case.Hq * case.d == 2048 and case.Hq == case.Hkv
+
+
+def test_grid_is_complete():
+    """Sizes, masks and directions that the figures to beat are of."""
+    sizes = [(d, T) for d in (64, 128) for T in (512, 1024, 2048, 4096, 8192, 16384)] + [(256, 2048), (256, 8192)]
+    wanted = {
+        f"{direction}/bfloat16/d{d}/T{T}{mask}"
+        for d, T in sizes for mask in ("", "/causal") for direction in ("forward", "backward")
+    }  # fmt: skip
+    assert set(GROUPS["grid"]) == wanted
+    for name in wanted:
+        assert {"torch-flash", "torch-cudnn", "fa4"} <= set(CASES[name].peers)
+
+
+def test_groups_and_patterns():
+    wanted = {"grid", "grid-fp16", "gqa", "float32", "float64", "dense", "decode", "numba", "overhead", "start",
+              "sweep", "memory", "ragged", "cpu", "cpu-decode", "cpu-start", "cpu-memory", "cpu-sweep",
+              "quick"}  # fmt: skip
+    assert wanted == set(GROUPS) and all(GROUPS.values())
+    assert all(CASES[name].device == "cpu" for group in GROUPS for name in GROUPS[group]
+               if group.startswith("cpu") or group == "quick")  # fmt: skip
+    found = select(["grid", "forward/*"], "gpu")
+    assert len(found) == len({case.name for case in found})
+    with pytest.raises(ValueError, match="no group and no case"):
+        select(["nothing"])
+    for case in CASES.values():
+        assert set(case.peers) <= set(peers.PEERS) and case.measure in measures.MEASURES
+        assert "numba_cuda" in case.backends or "numba" not in [g for g, names in GROUPS.items() if case.name in names]
+
+
+def test_floating_point_operations():
+    case = CASES["forward/bfloat16/d128/T4096"]
+    assert case.flops == 4 * 4 * 16 * 4096**2 * 128
+    assert replace(case, causal=True).flops == case.flops / 2
+    assert replace(case, direction="backward").flops == 2.5 * case.flops
+    assert replace(case, dv=64).flops == 0.75 * case.flops
+    cache = CASES["decode/bfloat16/d128/T8192/B16H32/Hkv8"]
+    assert cache.bound_by_memory and cache.cache_bytes == 2 * 16 * 8 * 8192 * 128 * 2
+
+
+# ---- timing --------------------------------------------------------------------------------------------------
+
+
+class Clock:
+    """Time that passes when it is told to."""
+
+    def __init__(self):
+        self.now = 0.0
+
+    def __call__(self):
+        return self.now
+
+
+class Fake:
+    """A turn that takes the times given, the last of them for ever."""
+
+    calls, how = 1, "fake"
+
+    def __init__(self, name, log, times, clock=None):
+        self.name, self.log, self.times, self.clock = name, log, list(times), clock or Clock()
+
+    def warm(self):
+        self.log.append(f"warm {self.name}")
+
+    def seconds(self):
+        self.log.append(f"time {self.name}")
+        taken = self.times.pop(0) if len(self.times) > 1 else self.times[0]
+        if isinstance(taken, Exception):
+            raise taken
+        self.clock.now += taken
+        return taken
+
+
+def test_every_timed_turn_comes_after_an_untimed_one_of_its_own():
+    log = []
+    turns = {name: Fake(name, log, [1.0, 2.0]) for name in "ab"}
+    found = timing.alternate(turns, {"a": 2, "b": 1})
+    assert found == {"a": [1.0, 2.0], "b": [1.0]}
+    assert log == ["warm a", "time a", "warm b", "time b", "warm a", "time a"]
+
+
+def test_a_turn_that_fails_is_out():
+    found = timing.alternate({"a": Fake("a", [], [1.0, ValueError("no")]), "b": Fake("b", [], [1.0])}, {"a": 4, "b": 4})
+    assert isinstance(found["a"], ValueError) and found["b"] == [1.0] * 4
+
+
+def test_sustained_is_the_second_half_of_a_period():
+    clock = Clock()
+    assert timing.sustained(Fake("a", [], [4.0, 3.0, 1.0], clock), 9.0, clock) == [1.0, 1.0]
+    assert timing.sustained(Fake("a", [], [4.0], clock), 1.0, clock) == [4.0]
+
+
+@pytest.mark.parametrize("seconds", [1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 0.18])
+def test_a_call_costs_about_the_same_whatever_it_takes(seconds):
+    calls = timing.calls_of(seconds)
+    rounds = timing.rounds_of(seconds * calls)
+    assert 1 <= calls <= timing.MOST_CALLS and timing.FEWEST <= rounds <= timing.MOST
+    # prepared, tried twice, in turns, and sustained
+    assert seconds * (3 + 2 * calls * rounds) + max(timing.PERIOD + seconds * calls, 2 * seconds) < 2.0
+
+
+def test_calls_of_a_turn():
+    assert timing.calls_of(1e-5) == timing.MOST_CALLS
+    assert timing.calls_of(1e-3) == 4 and timing.calls_of(1e-3, sets=3) == 6
+    assert timing.calls_of(0.18, sets=8) == 1
+    assert timing.calls_of(1e-5, result_bytes=timing.MOST_BYTES // 2) == 2
+
+
+def test_sets_of_inputs_exceed_the_cache_twice():
+    for size in (1, 10, 49, 50, 99, 100, 101, 1000):
+        sets = timing.input_sets(size, 50)
+        assert 1 <= sets <= timing.MOST_SETS and (sets * size > 100 or sets == timing.MOST_SETS)
+        assert sets == 1 or (sets - 1) * size <= 100
+
+
+def test_quantiles():
+    assert timing.quantiles([n * 1e-6 for n in range(101)]) == [20.0, 50.0, 80.0]
+
+
+class Event:
+    def __init__(self, log, clock):
+        self.log, self.clock = log, clock
+
+    def record(self, stream):
+        self.log.append("event")
+        self.at = self.clock()
+
+    def synchronize(self):
+        self.log.append("wait")
+
+    def elapsed_time(self, end):
+        return (end.at - self.at) * 1e3
+
+
+class Library:
+    """What timing asks of torch.cuda and of cupy.cuda."""
+
+    def __init__(self):
+        self.log, self.clock, self.inside = [], Clock(), []
+        self.nvtx = None
+
+    def Event(self, enable_timing=False):
+        return Event(self.log, self.clock)
+
+    @staticmethod
+    def get_elapsed_time(start, end):
+        return start.elapsed_time(end)
+
+    def CUDAGraph(self):
+        return self
+
+    @contextlib.contextmanager
+    def stream(self, stream):
+        self.inside.append(stream)
+        try:
+            yield
+        finally:
+            self.inside.pop()
+
+    def capture_begin(self, capture_error_mode):
+        self.log.append("begin")
+
+    def capture_end(self):
+        self.log.append("end")
+
+    def replay(self):
+        self.log.append("replay")
+        self.clock.now += 6.0
+
+    def launch(self, stream):
+        self.replay()
+
+
+class Stream:
+    def __init__(self, library):
+        self.library = library
+
+    def __enter__(self):
+        self.library.inside.append(self)
+
+    def __exit__(self, *error):
+        self.library.inside.pop()
+
+    def synchronize(self):
+        self.library.log.append("wait")
+
+    def begin_capture(self):
+        self.library.log.append("begin")
+
+    def end_capture(self):
+        self.library.log.append("end")
+        return self.library
+
+
+def queue_of(kind):
+    library = Library()
+    queue = object.__new__(kind)
+    queue._cuda, queue.stream, queue._inside = library, Stream(library), []
+    return library, queue
+
+
+@pytest.mark.parametrize("kind", [timing.CupyQueue, timing.TorchQueue])
+def test_graphs_and_queues(kind):
+    library, queue = queue_of(kind)
+
+    def call():
+        assert library.inside, "on no stream"
+        library.log.append("call")
+        library.clock.now += 1.0
+
+    turn = timing.Replayed(queue, [call] * 3)
+    assert library.log == ["call", "wait", "begin", *["call"] * 3, "end"]
+    library.log.clear()
+    turn.warm()
+    assert turn.seconds() == 2.0 and turn.calls == 3
+    assert library.log == ["replay", "event", "replay", "event", "wait"]
+    library.log.clear()
+    turn = timing.Queued(queue, [call] * 2)
+    turn.warm()
+    assert turn.seconds() == 1.0 and library.log == [*["call"] * 2, "event", *["call"] * 2, "event", "wait"]
+
+    def broken():
+        library.log.append("call")
+        raise ValueError("no")
+
+    calls = iter([lambda: None, broken])
+    library.log.clear()
+    with pytest.raises(ValueError):
+        timing.Replayed(queue, [lambda: next(calls)()])
+    assert library.log[-1] == "end" and not library.inside  # a capture that fails is ended
+
+
+# ---- what has to come out ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_reference_is_the_oracle(causal, monkeypatch):
+    monkeypatch.setattr(inputs, "ROWS", 7)
+    for direction in ("forward", "backward"):
+        case = replace(TINY, direction=direction, causal=causal, Hq=6, Hkv=3, B=2)
+        x = inputs.make(case)
+        q, k, v = (inputs._wide(case, a) for a in (x.q, x.k, x.v))
+        out, lse = rf.oracle.attention(q, k, v, causal=causal, return_lse=True)
+        results = [out]
+        if direction == "backward":
+            dout = inputs._wide(case, x.dout)
+            results = rf.oracle.attention_backward(dout, q, k, v, out, lse, causal=causal)
+        errors = inputs.errors(case, results, inputs.reference(case, x))
+        assert max(errors.values()) < 1e-12 and list(errors) == list(inputs.NAMES[direction])
+
+
+def test_reference_in_pytorch():
+    """What GPU cases are compared with, here on the CPU."""
+    torch = pytest.importorskip("torch")
+    q, k, v, dout = (torch.randn(40, 8, generator=torch.Generator().manual_seed(n)) for n in range(4))
+    for causal in (False, True):
+        for last in (None, dout):
+            found = inputs.head(q, k, v, last, causal)
+            wanted = inputs.head(*(a if a is None else a.double().numpy() for a in (q, k, v, last)), causal)
+            for a, b in zip(found, wanted, strict=True):
+                assert abs(a.numpy() - b).max() < 1e-5
+
+
+@pytest.mark.parametrize("peer", ["torch-flash", "torch-cudnn", "torch-efficient"])
+def test_operators_of_pytorch_take_what_they_are_given(peer):
+    """On tensors without memory: the arguments fit the operators of this version."""
+    torch = pytest.importorskip("torch")
+    runner = peers.PEERS[peer]
+    for direction in ("forward", "backward"):
+        for Hkv in (4, 2) if runner.heads else (4,):
+            case = Case(direction=direction, B=2, Hq=4, Hkv=Hkv, Tq=128, Tk=128, causal=True)
+            q, k = (torch.empty(2, H, 128, 64, device="meta", dtype=torch.bfloat16) for H in (4, Hkv))
+            results = runner.results(case, runner.prepare(case, inputs.Inputs(q, k, k, q))())
+            assert [a.shape for a in results] == [a.shape for a in (q, k, k)][: len(inputs.NAMES[direction])]
+
+
+def test_wrong_results_are_caught():
+    case = replace(TINY, direction="backward")
+    x = inputs.make(case)
+    expected = inputs.reference(case, x)
+    right = [inputs._wide(case, a) for a in peers.Ours("numba_cpu").prepare(case, x)()]
+    assert inputs.wrong(case, inputs.errors(case, right, expected)) is None
+    for n, name in enumerate(("dq", "dk", "dv")):
+        for value in (1.0, math.nan):
+            broken = [a.copy() for a in right]
+            broken[n][0, 0, 5, 3] += value
+            assert name in inputs.wrong(case, inputs.errors(case, broken, expected))
+    with pytest.raises(ValueError, match="shape"):
+        inputs.errors(case, [a[..., 1:] for a in right], expected)
+
+
+# ---- a case to the end ---------------------------------------------------------------------------------------
+
+
+class Wrong(peers.Ours):
+    def prepare(self, case, x):
+        call = super().prepare(case, x)
+        return lambda: call() * 1.01
+
+
+def test_a_wrong_result_has_an_error_and_no_times():
+    wrong = Wrong("numba_cpu")
+    wrong.name = "wrong"
+    found = measures.time_of(measures.Setup("cpu"), TINY, [wrong, peers.Ours("numba_cpu")])
+    assert found["wrong"]["error"]["out"] > 1e-3 and "WrongResult" in found["wrong"]["failed"]
+    assert "burst_us" not in found["wrong"] and found["numba_cpu"]["burst_us"][1] > 0
+
+
+class HostQueue:
+    """A queue of calls that are done at once."""
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        pass
+
+    def mark(self):
+        return time.perf_counter()
+
+    def between(self, start, end):
+        return end - start
+
+    def capture(self, calls):
+        return lambda: [call() for call in calls]
+
+
+class HostSetup(measures.Setup):
+    """A GPU that is this CPU."""
+
+    queues = {"cupy": HostQueue(), "torch": HostQueue()}
+    cache_bytes = 4000
+
+    def synchronize(self):
+        pass
+
+    def clear(self):
+        pass
+
+
+class OnHost(peers.Ours):
+    """cupy_raw that is numba_cpu."""
+
+    def options(self, case):
+        return super().options(case) | {"backend": "numba_cpu"}
+
+    def arrays(self, x):
+        return x
+
+    def prepare(self, case, x):
+        options = self.options(case)
+        if case.direction == "decode":
+            return lambda: rf.attention(x.q, x.k, x.v, **options)
+        return super().prepare(case, x)
+
+    def results(self, case, result):
+        return peers.Runner.results(self, case, result)
+
+
+class Failing(peers.Runner):
+    name, queue, dtypes = "torch-flash", "torch", ("float32",)
+    directions = ("forward", "backward", "decode")
+
+    def version(self):
+        return "1"
+
+    def prepare(self, case, x):
+        raise RuntimeError("no kernel")
+
+
+@pytest.fixture
+def on_host(monkeypatch):
+    """GPU cases run on this CPU: their flow, not their kernels."""
+    make, wide = inputs.make, inputs._wide
+
+    def as_cpu(case):
+        return replace(case, device="cpu", page=0)
+
+    monkeypatch.setattr(inputs, "make", lambda case, seed=0: make(as_cpu(case), seed))
+    monkeypatch.setattr(inputs, "_wide", lambda case, array: wide(as_cpu(case), array))
+    monkeypatch.setattr(inputs, "probe", lambda: None)
+    monkeypatch.setattr(measures, "extra_bytes", lambda *_: 123)
+    monkeypatch.setattr(measures, "GPU_SRAM", (1024, 1 << 16, 1 << 18))
+    monkeypatch.setattr(timing, "PERIOD", 0.01)
+    monkeypatch.setattr(timing, "BUDGET", 0.01)
+    return HostSetup("gpu")
+
+
+def test_flow_of_gpu_cases(on_host):
+    ours = OnHost("cupy_raw")
+    for direction in ("forward", "backward", "decode"):
+        case = replace(TINY, device="gpu", direction=direction, extra=True, causal=direction != "decode")
+        case = replace(case, Tq=1) if direction == "decode" else case
+        found = measures.time_of(on_host, case, [ours, Failing()])
+        figures = found["cupy_raw"]
+        assert figures["burst_us"][1] > 0 and figures["sustained_us"][1] > 0 and figures["extra_bytes"] == 123
+        rates = ("burst_tbytes", "sustained_tbytes") if direction == "decode" else ("burst_tflops", "sustained_tflops")
+        assert all(figures[rate] > 0 for rate in rates)
+        assert figures["how"] == "graph" and figures["calls"] % figures["sets"] == 0 and figures["sets"] > 1
+        assert figures["tiles"]["br"] > 0
+        assert figures["kernel"].endswith("backward" if direction == "backward" else "forward")
+        assert ("in_cache_us" in figures) == (direction == "decode")
+        assert found["torch-flash"] == {"failed": "RuntimeError: no kernel"}
+    case = replace(TINY, device="gpu", measure="memory")
+    assert measures.memory_of(on_host, case, [ours])["cupy_raw"]["extra_bytes"] == 123
+    case = replace(TINY, device="gpu", measure="sweep", Tq=64, Tk=64)
+    swept = measures.sweep_of(on_host, case, [ours])["cupy_raw"]
+    assert 0 < swept["best_by_planned"] <= 1 and len(swept["points"]) == 4
+
+
+def test_a_lost_gpu_ends_the_row_but_keeps_what_was_found(on_host, monkeypatch):
+    def gone():
+        raise RuntimeError("an illegal memory access was encountered")
+
+    monkeypatch.setattr(HostSetup, "check", measures.Setup.check)
+    failing = Failing()
+    failing.prepare = lambda case, x: monkeypatch.setattr(on_host, "synchronize", gone) or gone()
+    case = replace(TINY, device="gpu", backends=())
+    monkeypatch.setattr(measures, "runners", lambda *_: [OnHost("cupy_raw"), failing])
+    row = run.measure(on_host, case)
+    assert row["failed"] == run.ENDED and "illegal" in row["lost"]
+    assert row["runners"]["cupy_raw"]["error"]["out"] < 1e-5 and not run.has_figures(row)
+
+
+@pytest.fixture
+def tiny(monkeypatch):
+    monkeypatch.setitem(cases.CASES, TINY.name, TINY)
+    monkeypatch.setitem(cases.GROUPS, "quick", (TINY.name,))
+
+
+def test_quick_to_the_end(tiny, tmp_path, capsys):
+    out = tmp_path / "record.json"
+    assert run.main(["--quick", "--out", str(out)]) == 0
+    made = record.read(out)
+    assert made["schema"] == run.SCHEMA and made["device"] == "cpu" and "running" not in made
+    (row,) = made["rows"]
+    figures = row["runners"]["numba_cpu"]
+    assert row["name"] == TINY.name and row["case"]["Tq"] == 24 and figures["kernel"] == "numba_cpu.fa2_forward"
+    assert figures["burst_us"][0] <= figures["burst_us"][1] <= figures["burst_us"][2]
+    assert figures["error"]["out"] < 1e-5 and figures["tiles"]["br"] > 0
+    torch = inputs.torch_or_none()
+    assert ("torch-cpu" in made["peers"]) and ("burst_us" in row["runners"]["torch-cpu"]) == (torch is not None)
+    assert "s to go" in capsys.readouterr().out
+    assert run.main(["--quick", "--out", str(out)]) == run.EXIT_USAGE  # what is there is not written over
+    before = out.read_text()
+    assert run.main(["--quick", "--resume", str(out)]) == 0 and "0 of 1 cases" in capsys.readouterr().out
+    assert out.read_text() == before
+    out.write_text(json.dumps(made | {"source_sha256": "another"}))
+    assert run.main(["--quick", "--resume", str(out)]) == run.EXIT_USAGE
+    assert "source_sha256" in capsys.readouterr().err
+    assert run.main(["--quick", "--resume", str(out), "--mixed"]) == 0
+
+
+def test_quick_without_torch(tiny, tmp_path, monkeypatch):
+    for name in [name for name in sys.modules if name.split(".")[0] == "torch"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "torch", None)  # import torch: ImportError
+    out = tmp_path / "record.json"
+    assert run.main(["--quick", "--out", str(out)]) == 0
+    made = record.read(out)
+    assert "not loaded" in made["peers"]["torch-cpu"] and "burst_us" in made["rows"][0]["runners"]["numba_cpu"]
+
+
+def test_nothing_of_ours_is_a_failure(tiny, tmp_path):
+    assert run.main(["--quick", "--backends", "numpy_tiled", "--out", str(tmp_path / "r.json")]) == run.EXIT_MISSING
+    assert run.main(["--cases", "nothing"]) == run.EXIT_USAGE
+    assert run.main(["--quick", "--seconds", "-1", "--out", str(tmp_path / "s.json")]) == run.EXIT_MISSING
+
+
+def test_resume_steps_over_what_ended_the_process(tiny, tmp_path):
+    out = tmp_path / "record.json"
+    assert run.main(["--quick", "--seconds", "-1", "--out", str(out)]) == run.EXIT_MISSING
+    made = {"schema": run.SCHEMA, "device": "cpu"} | record.about(False) | {"peers": {}, "ceilings": {}, "rows": []}
+    record.write(out, made | {"running": TINY.name})
+    assert run.main(["--quick", "--resume", str(out)]) == run.EXIT_MISSING
+    record.write(out, made | {"running": TINY.name})
+    assert run.main(["--quick", "--resume", str(out), "--again"]) == 0
+
+
+def test_rows_of_a_resumed_record():
+    good = {"name": "a", "runners": {"cupy_raw": {"burst_us": [1, 1, 1]}, "fa4": {"failed": "no"}}}
+    bad = {"name": "a", "runners": {"cupy_raw": {"failed": "no"}}}
+    refused = {"name": "a", "runners": {"numba_cuda": {"why_not": "no"}, "cupy_raw": {"burst_us": [1, 1, 1]}}}
+    assert run.has_figures(good) and run.has_figures(refused) and not run.has_figures(bad)
+    rows = [good]
+    run.put(rows, bad)
+    assert rows == [good]
+    run.put(rows, refused)
+    assert rows == [refused]
+    ended = {"name": TINY.name, "runners": {}, "failed": run.ENDED}
+    assert run.left([TINY], {"rows": [ended]}) == [] and run.left([TINY], {"rows": [ended]}, again=True) == [TINY]
+
+
+# ---- pages ---------------------------------------------------------------------------------------------------
+
+
+def figures_of(case, us):
+    how = {"burst_us": [us, us, us], "sustained_us": [2 * us] * 3, "error": {"out": 1e-3}}
+    return how | measures._rates(case, how)
+
+
+def synthetic(folder, gpu="NVIDIA H200", date="2026-01-02", factor=1.0, names=None):
+    """A record of a run that never was: all GPU groups."""
+    rows = []
+    for name in names or [name for group, names in GROUPS.items() if "cpu" not in group and group != "quick"
+                          for name in names]:  # fmt: skip
+        case = CASES[name]
+        some, runners = measures.runners(case), {}
+        for n, runner in enumerate(some):
+            us = factor * (n + 1) * max(case.flops / 5e8, case.cache_bytes / 4e6)
+            us *= 1 + 500 / case.Tk
+            runners[runner.name] = figures_of(case, us)
+            if case.measure == "memory":
+                runners[runner.name] = {"extra_bytes": n * case.Tk ** (2 if n > 1 else 1) * 8}
+            if case.extra:
+                runners[runner.name]["extra_bytes"] = n * 10**6
+            if case.measure == "overhead":
+                runners[runner.name] = {"host_us": 12.3}
+            if case.measure == "start":
+                times = {"import_s": 1, "forward_s": 2, "backward_s": 3}
+                runners[runner.name] = {"cold": times, "warm": times}
+            if case.measure == "sweep":
+                points = [{"sram": m, "tiles": {"br": 64, "bc": 32}, "burst_us": [us * m / 2**16] * 3}
+                          for m in (2**15, 2**16, 2**17)]  # fmt: skip
+                runners[runner.name] |= {"best_by_planned": 0.5, "tiles": {"br": 64, "bc": 64}, "points": points}
+        rows.append({"name": name, "case": {**vars(case)}, "runners": runners, "date": date})
+    made = {"schema": run.SCHEMA, "device": "gpu", "date": date, "commit": "0" * 12, "source_sha256": "0",
+            "cpu": "x", "cpus": 16, "gpu": gpu, "driver": "580", "versions": {"python": "3.12", "torch": "2.11"},
+            "peers": {}, "rows": rows,
+            "ceilings": {"bfloat16 matmul": {"burst_tflops": 780.0, "sustained_tflops": 650.0},
+                         "copy": {"burst_tbytes": 4.2, "sustained_tbytes": 4.1}}}  # fmt: skip
+    path = folder / f"bench-{date}-{gpu.split()[-1]}.json"
+    record.write(path, json.loads(json.dumps(made)))
+    return path
+
+
+@pytest.fixture
+def root(tmp_path):
+    """A copy of the pages, and one record."""
+    for name in report.PAGES:
+        path = tmp_path / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text((record.ROOT / name).read_text())
+    (tmp_path / "bench" / "results").mkdir(parents=True)
+    return tmp_path
+
+
+def drawn(root):
+    """Stand-ins of the plots: what the check looks at."""
+    for name, (_, _, data) in report.plots(report.load(root / "bench" / "results")).items():
+        path = root / report.PLOTS / f"{name}.svg"
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(f"<svg>{report.digest(data)}</svg>")
+
+
+def test_pages_are_what_records_make(root, monkeypatch, capsys):
+    names = GROUPS["grid"] + GROUPS["decode"][:3] + GROUPS["dense"] + GROUPS["sweep"] + GROUPS["memory"]
+    names += GROUPS["start"] + GROUPS["overhead"]
+    assert report.main(["--check"], root) == 0  # without records pages are left alone
+    path = synthetic(root / "bench" / "results", names=names)
+    assert report.main(["--check"], root) == 1
+    monkeypatch.setattr(report, "draw", lambda *_: None)
+    assert report.main([], root) == 0
+    drawn(root)
+    assert report.main(["--check"], root) == 0
+    readme = (root / "README.md").read_text()
+    assert "| pass | problem | rawflash | best peer | ratio |" in readme and "NVIDIA H200" in readme
+    page = (root / "docs" / "benchmarks.md").read_text()
+    assert path.name in page and "![Speed of the forward pass" in page
+    assert "| 3.00 / 3.00 |" in page and " / " in page.split("forward, bfloat16")[1].split("|")[2]  # burst / sustained
+    assert "No record yet" in page  # of what was not measured
+    (root / "README.md").write_text(readme.replace("| 2.00 |", "| 3.00 |", 1))
+    assert report.main(["--check"], root) == 1 and "README.md is not" in capsys.readouterr().out
+    (root / "README.md").write_text(readme)
+    made = record.read(path)
+    made["rows"][0]["runners"]["cupy_raw"]["burst_tflops"] = 1.0
+    record.write(path, made)
+    assert report.main(["--check"], root) == 1 and "forward-bfloat16.svg" in capsys.readouterr().out
+
+
+def test_newest_row_of_one_device(root):
+    folder, name = root / "bench" / "results", "forward/bfloat16/d128/T4096"
+    synthetic(folder, date="2026-01-02", names=GROUPS["grid"])
+    synthetic(folder, date="2026-01-03", factor=2.0, names=[name])
+    found = report.load(folder)["gpu"]
+    assert len(found.rows) == len(GROUPS["grid"]) and found.rows[name]["date"] == "2026-01-03"
+    synthetic(folder, gpu="NVIDIA B200", date="2026-01-04", names=[name])
+    found = report.load(folder)["gpu"]
+    assert found.device == "NVIDIA B200" and list(found.rows) == [name]
+
+
+def test_ratio_is_of_the_best_of_each():
+    row = {"runners": {"cupy_raw": {"burst_us": [9, 10, 11]}, "numba_cuda": {"burst_us": [1, 4, 5]},
+                       "fa4": {"burst_us": [1, 2, 3]}, "torch-cudnn": {"burst_us": [1, 3, 3]}}}  # fmt: skip
+    assert report.ratio(row) == 0.5
+
+
+def test_pages_are_in_step_with_the_records():
+    """python -m bench.report --check"""
+    assert report.main(["--check"]) == 0
