@@ -8,9 +8,9 @@
 M/(6d) rows tall to the row, for which the multiply-add kernels ("simt") are launched with tiles up to the largest M;
 and the tiles that calls have by themselves, of both families. All is float32: its copies into shared memory go past L1,
 so that no cache stands between M and what is counted. Bytes are counted at three borders: of the multiprocessors ("sm",
-which is the one that the closed forms count), of L2 on the side of the multiprocessors ("l2"), of L2 on the side of DRAM
-("dram"); kernel by kernel, so that the two passes of the deterministic backward pass, K/V outside and Q outside, come
-apart.
+which is the one that the closed forms count), of L2 on the side of the multiprocessors ("l2"), of L2 on the side of
+DRAM ("dram"); kernel by kernel, so that the two passes of the deterministic backward pass, K/V outside and Q outside,
+come apart.
 
 Kernels are compiled first, by many processes; then times are taken, in a process of their own; ncu then counts, pass by
 pass, again in processes of their own. ncu runs a kernel several times over, the caches empty at each start. Every
@@ -41,7 +41,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-import rawflash as rf
 from bench.record import RESULTS, ROOT, about, write
 from rawflash.backends import lookup
 from rawflash.hardware import Chip, chip, chip_of, kernels_on
@@ -113,7 +112,8 @@ ROWS = {"forward": (16, 32, 48, 64, 80, 96), "backward": (16, 32, 48, 64)}
 # Resident blocks in shared memory; of the nine of the backward pass, dQ, dK and dV are in registers
 BLOCKS = {"forward": 4, "backward": 6}
 SRAM_OVER_T = {"forward": 64 * KIB, "backward": 96 * KIB}  # blocks of 32 x 32 at d = 128
-SRAM_OVER_D = {"forward": 64 * KIB, "backward": 104 * KIB}  # outer blocks of 64, 32 and 16 rows; backward inner ones too
+# Outer blocks of 64, 32 and 16 rows at d = 64, 128 and 256; in the backward pass inner ones too
+SRAM_OVER_D = {"forward": 64 * KIB, "backward": 104 * KIB}
 FAMILIES = tuple(n * KIB for n in (24, 48, 64, 96, 227))  # M of calls as they are, d = 64
 ITEM = 4  # bytes: float32
 SWEEPS = {"M": -1, "T": 2, "d": 2}  # and the exponents of T^2 d^2 / M
@@ -192,8 +192,8 @@ def bytes_of(moved: Traffic) -> int:
 def shares_of(problem: Problem, tiles: Tiles, direction: str) -> dict[str, int]:
     """The closed form in bytes, divided among the kernels of a call.
 
-    row_deltas is gamma; in FA1 the forms have it in the loop. FA2's finishing kernel, which scales dQ, is not in them. The
-    pass over Q blocks is charged with O once, as gamma is computed anew in the forms; the kernel reads it.
+    row_deltas is gamma; in FA1 the forms have it in the loop. FA2's finishing kernel, which scales dQ, is not in them.
+    The pass over Q blocks is charged with O once, as gamma is computed anew in the forms; the kernel reads gamma.
     """
     whole = bytes_of(traffic(problem, tiles, direction))
     if (problem.algorithm, direction) != ("fa2", "backward"):
@@ -254,7 +254,7 @@ def point_of(row: dict) -> Point:
 
 
 def call_of(point: Point, heads: int = HEADS):
-    """The call of a point, as a function. Its forward results are not those of its inputs: bytes do not depend on them."""
+    """The call of a point, as a function. Its forward results are made up: bytes do not depend on them."""
     import cupy
 
     from rawflash import api
@@ -292,7 +292,7 @@ def time_calls() -> None:
     for point, row in rows_of(chip_of("cupy_raw")):
         call = call_of(point)
         times = []  # in milliseconds; the first one may compile, so it does not count
-        while len(times) < 3 or len(times) < 6 and sum(times[1:]) < 100:
+        while len(times) < 2 or len(times) < 6 and sum(times[1:]) < 50:
             start, end = (cupy.cuda.Event() for _ in range(2))
             start.record()
             call()
@@ -595,7 +595,8 @@ def table(rows, more=()) -> str:
             point_of(row).run, *(" ".join(row[name]) for name in more), row["sram"] // KIB, row["T"], row["d"],
             f"{row['br']} x {row['bc']}", f"{row['ms']:.1f}" if "ms" in row else None,
             *(_megabytes(row.get(f"{name}_bytes")) for name in ("predicted", "counted", "sectors", "sm")),
-            None if ratio is None else f"{ratio:.3f}", *(_megabytes(row.get(f"{name}_bytes")) for name in ("l2", "dram")),
+            None if ratio is None else f"{ratio:.3f}",
+            *(_megabytes(row.get(f"{name}_bytes")) for name in ("l2", "dram")),
         ])  # fmt: skip
     return _markdown(head, lines)
 
@@ -637,6 +638,11 @@ def comparisons(rows) -> str:
     return _markdown(["bytes", "closed form", "SM", "L2", "DRAM"], lines)
 
 
+DRAWN = {
+    "predicted": {"linewidth": 1},
+    "sm": {"linestyle": "", "marker": "o", "markersize": 4},
+    "dram": {"linestyle": "", "marker": "s", "markersize": 4, "markerfacecolor": "none"},
+}
 TITLES = {"M": "Over M", "T": "Over T", "d": "Over d", "family": "Tiles as calls have them"}
 
 
@@ -644,8 +650,8 @@ def report(path: Path, record: dict) -> str:
     """The tables of a record, as docs/traffic.md includes them."""
     rows, swept = record["rows"], False
     host = f"{record.get('gpu', 'a GPU')}, {record['date']}"
-    parts = [f"<!-- by python -m bench.traffic --report -->\n{host}, float32, `bench/results/{path.name}`. A megabyte is "
-             "a million bytes; `-`: not counted."]  # fmt: skip
+    parts = [f"<!-- by python -m bench.traffic --report -->\n{host}, float32, `bench/results/{path.name}`. "
+             "A megabyte is a million bytes; `-`: not counted."]  # fmt: skip
     if record["missing"]:
         parts.append("Missing: " + "; ".join(lack["what"] for lack in record["missing"]) + ".")
     for sweep, title in TITLES.items():
@@ -673,51 +679,60 @@ def heads_of(rows) -> int:
 
 
 def draw(record: dict, out: Path) -> None:
-    """Bytes over M, T and d: dots and circles are measured (SM, DRAM), lines the closed form, dashes the theory."""
+    """Bytes over M, T and d: lines are the closed form, dots and squares measured, dashes the slope of T^2 d^2 / M."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
+    from matplotlib.lines import Line2D
 
-    plt.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "rawflash", "font.size": 9})
-    figure, axes = plt.subplots(1, 3, figsize=(10.5, 4.8), facecolor="white")
-    for panel, (sweep, power) in zip(axes, SWEEPS.items(), strict=True):
-        scale = KIB if sweep == "M" else 1
-        for number, series in enumerate(SERIES):
-            here = in_sweep(record["rows"], series, sweep)
-            x = [row[VARIABLE[sweep]] / scale for row in here]
-            color = f"C{number}"
-            for border, style in (("predicted", "-"), ("sm", "o"), ("dram", "s")):
-                y = [bytes_at(row, series, border) for row in here]
-                if here and None not in y:
-                    hollow = {"markerfacecolor": "none"} if border == "dram" else {}
-                    name = series if border == "predicted" else None
-                    panel.plot(x, np.array(y) / 1e9, style, color=color, label=name, markersize=5, **hollow)
-        low, high = panel.get_ylim()
-        ends = np.array([min(x), max(x)])
-        middle = math.sqrt(max(low, 1e-3) * high)
-        panel.plot(ends, middle * (ends / math.sqrt(ends[0] * ends[1])) ** power, "--", color="0.6",
-                   label="theory, slope")  # fmt: skip
-        panel.set(xscale="log", yscale="log", xlabel=f"{sweep}, KiB" if sweep == "M" else sweep,
-                  title=f"{TITLES[sweep]}: exponent {power}")  # fmt: skip
-        ticks = sorted({row[VARIABLE[sweep]] // scale for row in record["rows"] if sweep in row["sweeps"]})
-        panel.set_xticks(ticks, [str(tick) for tick in ticks])
-        panel.minorticks_off()
-    axes[0].set_ylabel("gigabytes: line closed form, dot SM, square DRAM")
-    figure.legend(*axes[0].get_legend_handles_labels(), loc="lower center", ncols=4, frameon=False)
-    figure.tight_layout(rect=(0, 0.12, 1, 1))
-    figure.savefig(out, metadata={"Date": None, "Creator": None, "Title": f"rawflash traffic {record['date']}"})
-    plt.close(figure)
+    settings = {"svg.fonttype": "none", "svg.hashsalt": "rawflash", "font.size": 9}
+    with matplotlib.rc_context(settings):
+        figure, axes = plt.subplots(1, 3, figsize=(10.5, 4.6), facecolor="white")
+        for panel, (sweep, power) in zip(axes, SWEEPS.items(), strict=True):
+            scale, seen = KIB if sweep == "M" else 1, set()
+            for number, series in enumerate(SERIES):
+                here = in_sweep(record["rows"], series, sweep)
+                x = np.array([row[VARIABLE[sweep]] / scale for row in here])
+                seen.update(x)
+                for border, style in DRAWN.items():
+                    y = [bytes_at(row, series, border) for row in here]
+                    if here and None not in y:
+                        # The two passes are alike: dashes, so that both are seen
+                        last = border == "predicted" and number == len(SERIES) - 1
+                        dashes = {"linestyle": (0, (4, 4))} if last else {}
+                        panel.plot(x, np.array(y) / 1e9, color=f"C{number}", **style, **dashes)
+            panel.set(xscale="log", yscale="log", xlabel="M, KiB" if sweep == "M" else sweep)
+            panel.set_title(f"{TITLES[sweep]}: exponent {power}")
+            ends, top = np.array([min(seen), max(seen)]), panel.get_ylim()[1]
+            panel.plot(ends, 0.7 * top * (ends / ends[0 if power < 0 else 1]) ** power, "--", color="0.6")
+            ticks = [n for n in sorted(seen) if n not in (144, 160)]  # no room
+            panel.set_xticks(ticks, [f"{tick:.0f}" for tick in ticks])
+            panel.minorticks_off()
+        axes[0].set_ylabel("gigabytes")
+        names = [Line2D([], [], color=f"C{number}", label=series) for number, series in enumerate(SERIES)]
+        names += [Line2D([], [], color="0.3", label=label, **DRAWN[border])
+                  for border, label in (("predicted", "closed form"), ("sm", "SM"), ("dram", "DRAM"))]  # fmt: skip
+        names.append(Line2D([], [], color="0.6", linestyle="--", label="slope of theory"))
+        figure.legend(handles=names, loc="lower center", ncols=5, frameon=False)
+        figure.tight_layout(rect=(0, 0.1, 1, 1))
+        figure.savefig(out, metadata={"Date": None, "Creator": None, "Title": title_of(record)})
+        plt.close(figure)
+
+
+def title_of(record: dict) -> str:
+    """What the plot says it is of."""
+    return f"rawflash traffic {record['date']}"
 
 
 def write_report(check_only: bool) -> bool:
-    """Tables and plot of the newest record in docs/figures; with ``check_only`` nothing is written. Was all as it is?"""
+    """Tables and plot of the newest record in docs/figures, unless ``check_only``. Were they there already?"""
     path = newest()
     record, page, plot = read(path), FIGURES / "traffic.md", FIGURES / "traffic.svg"
     text = report(path, record)
     same = page.exists() and page.read_text() == text
     if "traffic.svg" in text:
-        same = same and plot.exists() and f"rawflash traffic {record['date']}" in plot.read_text()
+        same = same and plot.exists() and title_of(record) in plot.read_text()
     if not check_only:
         FIGURES.mkdir(exist_ok=True)
         page.write_text(text)
