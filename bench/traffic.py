@@ -173,10 +173,10 @@ def rows_of(on: Chip) -> list[tuple[Point, dict]]:
     found, seen = [], set()
     for point, sweeps in points().items():
         row = row_of(point, sweeps, on)
-        same = (point._replace(sram=0), row["br"], row["bc"], row["family"])
-        if sweeps == ["family"] and same in seen:
+        tiles = (point._replace(sram=0), row["br"], row["bc"], row["family"])
+        if sweeps == ["family"] and tiles in seen:
             continue
-        seen.add(same)
+        seen.add(tiles)
         found.append((point, row))
     return found
 
@@ -499,7 +499,7 @@ def measure(folder: Path, out: Path, end: float) -> list[dict]:
         if status != 0 or len(calls) != len(COPIES):
             lack("copies", said)
     write(out, record)
-    print(table(rows, ("sweeps",)), f"wrote {out}; missing: {len(missing)}", sep="\n")
+    print(table(rows), f"wrote {out}; missing: {len(missing)}", sep="\n")
     return missing
 
 
@@ -584,16 +584,22 @@ def _megabytes(n) -> str | None:
     return None if n is None else f"{n / 1e6:.0f}"
 
 
-def table(rows, more=()) -> str:
-    """Rows to read: a line each, in megabytes and milliseconds."""
-    head = ["pass", *more, "M, KiB", "T", "d", "Br x Bc", "ms", "closed form, MB", "numpy_tiled",
-            "in sectors", "SM", "SM / in sectors", "L2", "DRAM"]  # fmt: skip
+def same(rows, *names: str) -> list[str]:
+    """Those of some sizes that all rows agree on."""
+    return [name for name in names if len({row[name] for row in rows}) == 1]
+
+
+def table(rows) -> str:
+    """Rows to read: a line each, in megabytes and milliseconds; T and d where they differ."""
+    sizes = [name for name in ("T", "d") if name not in same(rows, "T", "d")]
+    head = ["pass", "M, KiB", *sizes, "Br x Bc", "ms", "closed form, MB", "numpy_tiled", "in sectors", "SM",
+            "SM / in sectors", "L2", "DRAM"]  # fmt: skip
     lines = []
     for row in rows:
         ratio = row["sm_bytes"] / row["sectors_bytes"] if row.get("sm_bytes") else None
         lines.append([
-            point_of(row).run, *(" ".join(row[name]) for name in more), row["sram"] // KIB, row["T"], row["d"],
-            f"{row['br']} x {row['bc']}", f"{row['ms']:.1f}" if "ms" in row else None,
+            point_of(row).run, row["sram"] // KIB, *(row[name] for name in sizes), f"{row['br']} x {row['bc']}",
+            f"{row['ms']:.1f}" if "ms" in row else None,
             *(_megabytes(row.get(f"{name}_bytes")) for name in ("predicted", "counted", "sectors", "sm")),
             None if ratio is None else f"{ratio:.3f}",
             *(_megabytes(row.get(f"{name}_bytes")) for name in ("l2", "dram")),
@@ -660,7 +666,8 @@ def report(path: Path, record: dict) -> str:
             order = [run[:3] for run in PASSES]
             here.sort(key=lambda r: (order.index((r["algorithm"], r["direction"], r["deterministic"])), r["d"], r["T"],
                                      r["sram"]))  # fmt: skip
-            parts += [f"{title}: {heads_of(here)} heads.", table(here)]
+            sizes = [f"${name} = {here[0][name]}$" for name in same(here, "T", "d")]
+            parts += [", ".join([f"{title}: {heads_of(here)} heads", *sizes]) + ".", table(here)]
             swept |= sweep in SWEEPS
     if swept:
         parts += ["Fitted exponents:", fits_table(rows), "Ratios:", comparisons(rows),
@@ -730,27 +737,27 @@ def write_report(check_only: bool) -> bool:
     path = newest()
     record, page, plot = read(path), FIGURES / "traffic.md", FIGURES / "traffic.svg"
     text = report(path, record)
-    same = page.exists() and page.read_text() == text
+    there = page.exists() and page.read_text() == text
     if "traffic.svg" in text:
-        same = same and plot.exists() and title_of(record) in plot.read_text()
+        there = there and plot.exists() and title_of(record) in plot.read_text()
     if not check_only:
         FIGURES.mkdir(exist_ok=True)
         page.write_text(text)
         if "traffic.svg" in text:
             draw(record, plot)
-    return same
+    return there
 
 
 def add_numpy_counts(path: Path) -> None:
     """numpy_tiled's counts, into the rows of a record."""
     record, known = read(path), {}
     for row in record["rows"]:
-        same = tuple(row[name] for name in ("algorithm", "direction", "deterministic", "T", "d", "br", "bc"))
-        if same not in known:
-            known[same] = count_with_numpy(row)
-        row["counted_bytes"] = known[same]
+        call = tuple(row[name] for name in ("algorithm", "direction", "deterministic", "T", "d", "br", "bc"))
+        if call not in known:
+            known[call] = count_with_numpy(row)
+        row["counted_bytes"] = known[call]
         if row["counted_bytes"] != row["predicted_bytes"]:
-            print(f"counted {row['counted_bytes']}, predicted {row['predicted_bytes']}: {same}")
+            print(f"counted {row['counted_bytes']}, predicted {row['predicted_bytes']}: {call}")
     write(path, record)
 
 
@@ -782,8 +789,8 @@ def main() -> None:
     elif args.numpy:
         add_numpy_counts(newest())
     elif args.report:
-        same = write_report(args.check)
-        sys.exit("docs/figures is not of the newest record" if args.check and not same else 0)
+        there = write_report(args.check)
+        sys.exit("docs/figures is not of the newest record" if args.check and not there else 0)
     else:
         with tempfile.TemporaryDirectory() as folder:
             sys.exit(1 if measure(Path(folder), args.out.resolve(), time.monotonic() + args.seconds) else 0)

@@ -2,6 +2,7 @@
 
 import json
 import sys
+import time
 from collections import Counter
 from pathlib import Path
 
@@ -139,6 +140,65 @@ def test_metrics_are_asked_for_once():
     command = bench.ncu_command("ncu", "log")
     asked = command[command.index("--metrics") + 1].split(",")
     assert len(asked) == len(set(asked)) == sum(len(names) for names, _ in bench.METRICS.values())
+
+
+class Machine:
+    """Processes as on a machine with a GPU: times, and ncu's table with a sector for each kernel's every metric."""
+
+    def __init__(self, rows, silent=()):
+        self.rows, self.silent, self.limits = rows, silent, []
+
+    def __call__(self, command, seconds, output):
+        self.limits.append(seconds)
+        output.write_text("")
+        if "--time" in command:
+            lines = ["ABOUT " + json.dumps({"date": "2027-01-01", "gpu": "H200"})]
+            output.write_text("\n".join(lines + ["ROW " + json.dumps(row | {"ms": 1.0}) for row in self.rows]) + "\n")
+            return 0
+        which = command[command.index("--count") + 2]
+        if which in self.silent:
+            return 1
+        metrics = command[command.index("--metrics") + 1].split(",")
+        if which == "copies":
+            names = ["copies"] * len(bench.COPIES)
+        else:
+            run = bench.PASSES[int(which)]
+            here = [row for row in self.rows if bench.point_of(row).run == run]
+            assert command[-1] == str(len(here))
+            names = [name for row in here for name in dict.fromkeys([*row["shares"], run.last])]
+        lines = [["ID", "Kernel Name", *metrics], ["", "", *[""] * len(metrics)]]
+        lines += [[str(n), name + "(Call)", *["1"] * len(metrics)] for n, name in enumerate(names)]
+        text = "\n".join(",".join(f'"{cell}"' for cell in line) for line in lines)
+        Path(command[command.index("--log-file") + 1]).write_text("==PROF== Connected\n" + text + "\n")
+        return 0
+
+
+def run_measure(rows, tmp_path, monkeypatch, **machine):
+    machine = Machine(rows, **machine)
+    monkeypatch.setattr(bench, "run_limited", machine)
+    monkeypatch.setattr(bench, "find_ncu", lambda: "ncu")
+    monkeypatch.setattr(bench, "COMPILERS", 0)
+    out = tmp_path / "results" / "traffic-2027-01-01.json"
+    missing = bench.measure(tmp_path, out, time.monotonic() + 300)
+    assert max(machine.limits) <= 300
+    return missing, json.loads(out.read_text())
+
+
+def test_measure(rows, tmp_path, monkeypatch):
+    missing, record = run_measure(rows, tmp_path, monkeypatch)
+    assert missing == record["missing"] == []
+    assert len(record["rows"]) == len(rows) and record["gpu"] == "H200"
+    for row in record["rows"]:
+        assert row["sm_bytes"] == 4 * bench.SECTOR * len(row["kernels"])
+        assert row["kernels"][-1]["name"] == bench.point_of(row).run.last
+    assert [(c["pitch"], c["sm_read"]) for c in record["copies"]][:3] == [(256, 32), (272, 32), (288, 32)]
+    assert bench.report(Path("x.json"), record)
+
+
+def test_measure_says_what_is_missing(rows, tmp_path, monkeypatch):
+    missing, record = run_measure(rows, tmp_path, monkeypatch, silent=("1", "copies"))
+    assert [lack["what"] for lack in missing] == ["counts of FA1 forward: 0 of 15 calls", "copies"]
+    assert "Missing: counts of FA1 forward" in bench.report(Path("x.json"), record)
 
 
 # ---- fits and reports ----------------------------------------------------------------------------------------
