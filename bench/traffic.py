@@ -580,6 +580,13 @@ def _markdown(head, lines) -> str:
     return "\n".join("| " + " | ".join("-" if c is None else str(c) for c in line) + " |" for line in cells)
 
 
+def _aligned(head, lines) -> str:
+    """A table in fixed pitch: the first column on the left, the others on the right."""
+    cells = [["-" if c is None else str(c) for c in line] for line in (head, *lines)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    return "\n".join("  ".join([line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])]) for line in cells)
+
+
 def _megabytes(n) -> str | None:
     return None if n is None else f"{n / 1e6:.0f}"
 
@@ -592,8 +599,7 @@ def same(rows, *names: str) -> list[str]:
 def table(rows) -> str:
     """Rows to read: a line each, in megabytes and milliseconds; T and d where they differ."""
     sizes = [name for name in ("T", "d") if name not in same(rows, "T", "d")]
-    head = ["pass", "M, KiB", *sizes, "Br x Bc", "ms", "closed form, MB", "numpy_tiled", "in sectors", "SM",
-            "SM / in sectors", "L2", "DRAM"]  # fmt: skip
+    head = ["pass", "KiB", *sizes, "Br x Bc", "ms", "form", "numpy", "sectors", "SM", "ratio", "L2", "DRAM"]
     lines = []
     for row in rows:
         ratio = row["sm_bytes"] / row["sectors_bytes"] if row.get("sm_bytes") else None
@@ -604,7 +610,7 @@ def table(rows) -> str:
             None if ratio is None else f"{ratio:.3f}",
             *(_megabytes(row.get(f"{name}_bytes")) for name in ("l2", "dram")),
         ])  # fmt: skip
-    return _markdown(head, lines)
+    return _aligned(head, lines)
 
 
 def fits_table(rows) -> str:
@@ -654,29 +660,33 @@ TITLES = {"M": "Over M", "T": "Over T", "d": "Over d", "family": "Tiles as calls
 
 def report(path: Path, record: dict) -> str:
     """The tables of a record, as docs/traffic.md includes them."""
-    rows, swept = record["rows"], False
-    host = f"{record.get('gpu', 'a GPU')}, {record['date']}"
-    parts = [f"<!-- by python -m bench.traffic --report -->\n{host}, float32, `bench/results/{path.name}`. "
-             "A megabyte is a million bytes; `-`: not counted."]  # fmt: skip
+    rows = record["rows"]
+    parts = [f"<!-- by python -m bench.traffic --report -->\n{record.get('gpu', 'A GPU')}, {record['date']}, float32, "
+             f"`bench/results/{path.name}`; `-`: not counted."]  # fmt: skip
     if record["missing"]:
         parts.append("Missing: " + "; ".join(lack["what"] for lack in record["missing"]) + ".")
+    if any(sweep in SWEEPS for row in rows for sweep in row["sweeps"]):
+        parts += ["![Traffic over M, T and d, measured and predicted](traffic.svg)",
+                  "Exponents, fitted to the bytes of all points:", fits_table(rows),
+                  "Ratios of bytes:", comparisons(rows)]  # fmt: skip
+    if record.get("copies"):
+        lines = [[f"`cp.async.{'ca' if c['cached'] else 'cg'}`", c["pitch"], f"{c['sm_read'] / c['bytes']:.3f}"]
+                 for c in record["copies"] if c["sm_read"] is not None]  # fmt: skip
+        parts += ["Copies of rows of 256 bytes into shared memory, and nothing else:",
+                  _markdown(["instruction", "bytes from row to row", "bytes read for each byte"], lines)]  # fmt: skip
+    parts.append(
+        "In millions of bytes: the closed form, what numpy_tiled counts on the same tiles, the form in sectors, and "
+        "what the hardware counts at the three borders; the ratio is SM to sectors."
+    )
     for sweep, title in TITLES.items():
         here = [row for row in rows if sweep in row["sweeps"]]
         if here:
             order = [run[:3] for run in PASSES]
             here.sort(key=lambda r: (order.index((r["algorithm"], r["direction"], r["deterministic"])), r["d"], r["T"],
                                      r["sram"]))  # fmt: skip
-            sizes = [f"${name} = {here[0][name]}$" for name in same(here, "T", "d")]
-            parts += [", ".join([f"{title}: {heads_of(here)} heads", *sizes]) + ".", table(here)]
-            swept |= sweep in SWEEPS
-    if swept:
-        parts += ["Fitted exponents:", fits_table(rows), "Ratios:", comparisons(rows),
-                  "![Traffic over M, T and d, measured and predicted](traffic.svg)"]  # fmt: skip
-    if record.get("copies"):
-        lines = [[f"cp.async.{'ca' if c['cached'] else 'cg'}", c["pitch"], f"{c['sm_read'] / c['bytes']:.3f}"]
-                 for c in record["copies"] if c["sm_read"] is not None]  # fmt: skip
-        parts += ["Copies of rows of 256 bytes into shared memory, alone:",
-                  _markdown(["instruction", "bytes from row to row", "bytes read for each byte"], lines)]  # fmt: skip
+            sizes = [f"{name} = {here[0][name]}" for name in same(here, "T", "d")]
+            title = ", ".join([title, *sizes, f"{heads_of(here)} heads"])
+            parts += [f"```text\n{title}\n\n{table(here)}\n```"]
     return "\n\n".join(parts) + "\n"
 
 
