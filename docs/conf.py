@@ -21,7 +21,7 @@ extensions = [
     "myst_parser",
     "numpydoc",
 ]
-exclude_patterns = ["_build"]
+exclude_patterns = ["_build", "figures"]  # figures/*.md are parts of pages
 html_theme = "furo"
 html_title = "rawflash"
 
