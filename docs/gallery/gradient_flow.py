@@ -59,7 +59,7 @@ def data():
 
 
 def check_gradients():
-    """Largest distance of dq, dk and dv: of the equations from central differences, of rawflash from the equations."""
+    """Largest distances per gradient: the equations from central differences, rawflash from the equations."""
     Q, K, V, target = problem()
     found = by_hand(Q, K, V, target)
     O, lse = rf.attention(Q, K, V, return_lse=True, **CALL)
@@ -101,7 +101,8 @@ def report(data):
     for j in range(i + 1):
         P, dP, dS, later = (data[name][i, j] for name in ("P", "dP", "dS", "later"))
         print(f"{j:>3}  {P:7.3f}  {dP:7.3f}  {dP - data['gamma'][i]:10.3f}  {dS:7.3f}  {later:7.3f}")
-    print(f"sum  {data['P'][i].sum():7.3f} {'':20} {abs(data['dS'][i].sum()):8.3f}  {data['later'][i].sum():7.3f}")
+    P, dS, later = (abs(data[name][i].sum()) for name in ("P", "dS", "later"))
+    print(f"sum  {P:7.3f} {'':20} {dS:8.3f}  {later:7.3f}")
     print(f"loss {data['loss'][0]:.2f}, after {STEPS} steps {data['loss'][1]:.2f}")
 
 
@@ -113,7 +114,8 @@ def picture(data, plt):
     for panel, (name, title) in zip(panels.flat, names.items(), strict=True):
         values = np.ma.masked_array(data[name], hidden)
         limit = abs(values).max()
-        colours = dict(cmap="Blues", vmin=0) if limit <= 1 and name != "dS" else dict(cmap="PuOr", vmin=-limit, vmax=limit)
+        signed = name in ("dP", "dS")
+        colours = {"cmap": "PuOr" if signed else "Blues", "vmin": -limit if signed else 0, "vmax": limit}
         drawn = panel.imshow(values, interpolation="none", **colours)
         rows = np.arange(BACK, T)
         panel.plot(rows - BACK, rows, "s", markersize=6.5, markerfacecolor="none", markeredgecolor="#222222")

@@ -103,8 +103,8 @@ def picture(data, plt):
         panel.axis("off")
     legend = panels.flat[len(data)]
     legend.axis("off")
-    for n, (colour, text) in enumerate(((3, "full"), (2, "partial, seen"), (1, "partial, hidden"), (0, "empty: skipped"))):
-        legend.add_patch(plt.Rectangle((0, 0.8 - 0.22 * n), 0.14, 0.14, color=colours[colour] / 255, ec="#888888"))
+    for n, text in enumerate(("full", "partial, seen", "partial, hidden", "empty: skipped")):
+        legend.add_patch(plt.Rectangle((0, 0.8 - 0.22 * n), 0.14, 0.14, fc=colours[3 - n] / 255, ec="#888888"))
         legend.text(0.2, 0.83 - 0.22 * n, text, fontsize=8.5)
     return figure
 

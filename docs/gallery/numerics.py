@@ -54,12 +54,15 @@ def largest_errors(dtype, keys, scale=1.0):
     """Largest errors of out, tiled and dense, and the largest that is allowed; largest score and largest out."""
     q, k, v, _ = inputs(dtype, keys, scale)
     exact = reference(q, k, v, dtype=dtype)
-    out = rf.attention(q, k, v, backend="numpy_tiled", sram=2**16)
-    results = out, dense(q, k, v, q.dtype)
-    errors = [abs(x.astype(np.float64) - exact.oracle["out"]).max() for x in results]
-    scores = q.astype(np.float64) @ k.astype(np.float64).T / np.sqrt(D)
-    sizes = abs(scores).max(), abs(exact.oracle["out"]).max()
-    return [float(x) for x in (*errors, exact.allowed["out"].max(), *sizes)]
+    tiled = rf.attention(q, k, v, backend="numpy_tiled", sram=2**16)
+    found = {
+        "tiled": tiled.astype(np.float64) - exact.oracle["out"],
+        "dense": dense(q, k, v, q.dtype).astype(np.float64) - exact.oracle["out"],
+        "allowed": exact.allowed["out"],
+        "score": q.astype(np.float64) @ k.astype(np.float64).T / np.sqrt(D),
+        "out": exact.oracle["out"],
+    }
+    return {name: float(abs(x).max()) for name, x in found.items()}
 
 
 def ratios(dtype, keys=256):
@@ -109,8 +112,9 @@ def report(data):
     for dtype in DTYPES:
         rows = [(n, 1, row) for n, row in zip(KEYS, data["keys"][dtype], strict=True)]
         rows += [(1024, s, row) for s, row in zip(SCALES, data["scales"][dtype], strict=True) if s != 1]
-        for n, s, (tiled, formula, allowed, largest, _) in rows:
-            print(f"{dtype:<8} {n:>5} {s:>6} {largest:>14.1f}  {tiled:.1e}  {formula:.1e}  {allowed:.1e}")
+        for n, s, row in rows:
+            errors = "  ".join(f"{row[name]:.1e}" for name in ("tiled", "dense", "allowed"))
+            print(f"{dtype:<8} {n:>5} {s:>6} {row['score']:>14.1f}  {errors}")
 
 
 def report_maximum(data):
@@ -126,7 +130,7 @@ def picture(data, plt):
     colours = {"float16": "#d55e00", "bfloat16": "#0072b2", "float32": "#009e73"}
     for panel, name, x in ((panels[0], "keys", KEYS), (panels[1], "scales", SCALES)):
         for dtype, colour in colours.items():
-            tiled, formula, allowed = np.array(data[name][dtype]).T[:3]
+            tiled, formula, allowed = ([row[n] for row in data[name][dtype]] for n in ("tiled", "dense", "allowed"))
             panel.plot(x, tiled, "o-", color=colour, label=dtype if panel is panels[1] else None)
             panel.plot(x, formula, "s--", color=colour, markerfacecolor="white", linewidth=1)
             panel.plot(x, allowed, ":", color=colour)
@@ -147,6 +151,7 @@ def picture(data, plt):
     panels[2].legend(loc="upper right")
     for panel in panels:
         panel.set_yscale("log")
+        panel.yaxis.set_major_formatter(lambda y, _: f"{y:.0e}".replace("e-0", "e-"))
         panel.grid(color="#dddddd")
         panel.set_ylabel("largest error of out")
     return figure

@@ -37,13 +37,14 @@ def loss_and_gradients(W, X, target, z):
 
 
 def train(z):
-    """Adam; per step the loss without its z part, the root mean square of lse, and the largest score."""
+    """Adam; per step the loss without its z part, rms of lse, largest score, and tokens that find their target."""
     X, target, W = problem()
     mean, square = ({name: np.zeros_like(w) for name, w in W.items()} for _ in range(2))
     for step in range(1, STEPS + 1):
         loss, lse, gradients = loss_and_gradients(W, X, target, z)
-        largest = (X @ W["q"] @ (X @ W["k"]).T).max() / np.sqrt(D)  # for the picture; attention stores no score
-        yield loss - z * (lse**2).mean(), np.sqrt((lse**2).mean()), largest
+        S = X @ W["q"] @ (X @ W["k"]).T / np.sqrt(D)  # to look at; attention stores no score
+        found = (S.argmax(axis=1) == target).sum()
+        yield loss - z * (lse**2).mean(), np.sqrt((lse**2).mean()), S.max(), found
         for name, g in gradients.items():
             mean[name] = 0.9 * mean[name] + 0.1 * g
             square[name] = 0.99 * square[name] + 0.01 * g**2
@@ -51,14 +52,14 @@ def train(z):
             W[name] = W[name] - RATE * unbiased[0] / (np.sqrt(unbiased[1]) + 1e-9)
 
 
-def merged(q, parts, dout):
+def merged(q, parts, dout, through_lse=True):
     """Attention over parts of the keys, merged, and its gradients back through the merge."""
     results = [rf.attention(q, k, v, return_lse=True, **CALL) for k, v in parts]
     out, lse = rf.merge_attention(*zip(*results, strict=True))
     dq, dkv = np.zeros_like(q), []
     for (k, v), (o, L) in zip(parts, results, strict=True):
         w = np.exp(L - lse)[:, None]  # out = sum of w o, and w depends on every part's lse
-        dL = (w * dout * (o - out)).sum(axis=1)
+        dL = (w * dout * (o - out)).sum(axis=1) if through_lse else None
         dq_part, dk, dv = rf.attention_backward(w * dout, q, k, v, o, L, dlse=dL, **CALL)
         dq += dq_part
         dkv.append((dk, dv))
@@ -72,17 +73,19 @@ def check_gradient():
     _, _, gradients = loss_and_gradients(W, X, target, 0.1)
     difference = 0.0
     for name in W:
-        slope = rf.oracle.central_differences(lambda w, n=name: loss_and_gradients(W | {n: w}, X, target, 0.1)[0], W[name])
-        difference = max(difference, abs(slope - gradients[name]).max())
+        slope = rf.oracle.central_differences(
+            lambda w, name=name: loss_and_gradients(W | {name: w}, X, target, 0.1)[0], W[name]
+        )
+        difference = max(difference, float(abs(slope - gradients[name]).max()))
     return difference
 
 
-def check_merge():
-    """Largest distances of the merged output and gradients from those of one call; and of dq without dlse."""
+def check_merge(through_lse=True):
+    """Largest distances of the merged output and gradients from those of one call."""
     q, k, v, dout = np.random.default_rng(1).standard_normal((4, TOKENS, D))
     out, pullback = rf.attention_vjp(q, k, v, **CALL)
     expected = out, *pullback(dout)
-    found, gradients = merged(q, [(k[:20], v[:20]), (k[20:], v[20:])], dout)
+    found, gradients = merged(q, [(k[:20], v[:20]), (k[20:], v[20:])], dout, through_lse)
     return [float(abs(a - b).max()) for a, b in zip((found, *gradients), expected, strict=True)]
 
 
@@ -93,10 +96,11 @@ def data():
 
 def report(data):
     """Print some steps of each run."""
-    print("step " + "".join(f"{run:>9}:  loss  rms lse  largest" for run in data))
+    print("".join(f"{run:>35}" for run in data))
+    print("step" + "      loss  rms lse  largest  found" * len(data))
     for step in (1, 25, 50, 100, 200, STEPS):
         rows = (run[step - 1] for run in data.values())
-        print(f"{step:>4} " + "".join(f"{loss:16.3f}{lse:9.2f}{largest:9.2f}" for loss, lse, largest in rows))
+        print(f"{step:>4}" + "".join(f"{a:10.3f}{b:9.2f}{c:9.2f}{d:7.0f}" for a, b, c, d in rows))
 
 
 def picture(data, plt):
@@ -111,6 +115,7 @@ def picture(data, plt):
         panel.grid(color="#dddddd")
         panel.set_xlim(0, STEPS)
     panels[0].set_yscale("log")
+    panels[0].yaxis.set_major_formatter("{x:g}")
     panels[1].set_ylim(0)
     panels[0].legend(loc="upper right")
     panels[-1].set_xlabel("step")
