@@ -119,10 +119,10 @@ def picture(data, plt):
         drawn = panel.imshow(values, interpolation="none", **colours)
         rows = np.arange(BACK, T)
         panel.plot(rows - BACK, rows, "s", markersize=6.5, markerfacecolor="none", markeredgecolor="#222222")
-        figure.colorbar(drawn, ax=panel, fraction=0.046, pad=0.04)
+        figure.colorbar(drawn, ax=panel, fraction=0.046, pad=0.04, ticks=plt.MaxNLocator(4))
         panel.set_title(title)
         panel.set_xticks([0, 5, 10, 15])
-        panel.set_yticks([0, 5, 10, 15])
+        panel.set_yticks([0, 5, 10, 15], [0, 5, 10, 15] if panel in panels[:, 0] else [""] * 4)
     panels[1, 0].set_xlabel("key")
     panels[1, 0].set_ylabel("query row")
     return figure
