@@ -521,7 +521,9 @@ def start_of(setup: Setup, case: Case, some: list[Runner]) -> Figures:
     path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH", ""))))
     for runner in takers:
         with _noting(setup, found, runner.name), tempfile.TemporaryDirectory() as cache:
-            environment = os.environ | {"RAWFLASH_CACHE_DIR": cache, "NUMBA_CACHE_DIR": cache, "PYTHONPATH": path}
+            # NVRTC keeps what it compiled where CUDA does
+            environment = os.environ | {"RAWFLASH_CACHE_DIR": cache, "NUMBA_CACHE_DIR": cache, "CUDA_CACHE_PATH": cache,
+                                        "PYTHONPATH": path}  # fmt: skip
             for which in ("cold", "warm"):
                 done = subprocess.run([sys.executable, "-c", program, case.dtype], env=environment, capture_output=True,
                                       text=True, timeout=300)  # fmt: skip

@@ -1,4 +1,9 @@
-"""What every record under ``results/`` says of the machine and the code that it is of, and how it is written."""
+"""What every record under ``results/`` says of the machine and the code that it is of, and how it is written.
+
+    python -m bench.record FILE...    # names the commit of records that were made where git does not know this code
+
+A commit is named only if the package has the record's digest there.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +13,7 @@ import json
 import os
 import platform
 import subprocess
+import sys
 from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
@@ -33,6 +39,12 @@ def source_digest() -> str:
     return found.hexdigest()
 
 
+def commit() -> str:
+    """The commit of the package's files, or "unknown" where git has others."""
+    changed = _output("git", "status", "--porcelain", "--", "rawflash")
+    return "unknown" if changed else _output("git", "rev-parse", "--short=12", "HEAD") or "unknown"
+
+
 def _cpu() -> str:
     with suppress(OSError), open("/proc/cpuinfo") as lines:
         for line in lines:
@@ -42,20 +54,16 @@ def _cpu() -> str:
 
 
 def about(gpu: bool) -> dict[str, Any]:
-    """Date, code, processor, versions; with ``gpu`` also the GPU, its driver and NVRTC.
-
-    The commit is that of git, or what ``RAWFLASH_COMMIT`` says where the code was copied without it.
-    """
+    """Date, code, processor, versions; with ``gpu`` also the GPU, its driver and NVRTC."""
     import rawflash
 
-    commit = _output("git", "rev-parse", "--short=12", "HEAD") or os.environ.get("RAWFLASH_COMMIT", "unknown")
     versions = {"python": platform.python_version(), "rawflash": rawflash.__version__}
     for package in PACKAGES:
         with suppress(metadata.PackageNotFoundError):
             versions[package] = metadata.version(package)
     record: dict[str, Any] = {
         "date": datetime.date.today().isoformat(),
-        "commit": commit,
+        "commit": commit(),
         "source_sha256": source_digest(),
         "cpu": _cpu(),
         "cpus": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
@@ -83,3 +91,20 @@ def read(path: Path) -> dict[str, Any]:
     """A record."""
     found: dict[str, Any] = json.loads(path.read_text())
     return found
+
+
+def main(paths: list[str]) -> int:
+    """Name the commit in records of the code that is here; 1 if one of them is of other code."""
+    here, digest, others = commit(), source_digest(), 0
+    for path in map(Path, paths):
+        record = read(path)
+        if here == "unknown" or record["source_sha256"] != digest:
+            print(f"{path} is not of commit {here}")
+            others += 1
+        else:
+            write(path, record | {"commit": here})
+    return int(others > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

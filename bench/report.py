@@ -28,9 +28,9 @@ PAGES = ("README.md", "docs/benchmarks.md")
 PLOTS = Path("docs/benchmarks")
 BLOCK = re.compile(r"(<!-- bench:begin(?: (?P<name>[\w-]+))? -->\n).*?(<!-- bench:end -->)", re.DOTALL)
 README = (
-    "forward/bfloat16/d128/T4096", "forward/bfloat16/d128/T4096/causal", "backward/bfloat16/d128/T4096",
-    "backward/bfloat16/d128/T4096/causal", "forward/bfloat16/d64/T4096/causal", "backward/bfloat16/d64/T4096/causal",
-    "forward/float32/d128/T4096", "backward/float32/d128/T4096", "decode/bfloat16/d128/T8192/B16H32/Hkv8",
+    "forward/bfloat16/d128/T4096", "forward/bfloat16/d128/T4096/causal", "backward/bfloat16/d128/T4096/causal",
+    "forward/float32/d64/T4096", "forward/float32/d128/T4096", "backward/float32/d128/T4096",
+    "decode/bfloat16/d128/T8192/B16H32/Hkv8", "decode/bfloat16/d64/T8192/B16H32/Hkv8",
 )  # fmt: skip
 Row = dict[str, Any]
 Made = tuple[str, list[Row]]  # a table, and the rows that it is of
@@ -122,20 +122,24 @@ def size(n: float) -> str:
     return f"{n:.0f}"
 
 
-def caption(results: Results, rows: Sequence[Row]) -> str:
-    """Device, driver, versions, dates, records."""
+def caption(results: Results, rows: Sequence[Row], links: str | None = None) -> str:
+    """Device, dates, driver, versions, commits, records; of ``links``, the folder of a page, they are links."""
     sources = dict(results.sources[row["name"]] for row in rows)
-    words = []
-    for name, made in sources.items():
-        versions = made["versions"]
+    facts: dict[str, dict[str, None]] = {}  # what is said, each once: all that differ where records do
+    for made in sources.values():
         peers = {"PyTorch": "torch", "FlashAttention-4": "flash-attn-4", "JAX": "jax", "CuPy": "cupy",
                  "numba-cuda": "numba-cuda", "Numba": "numba", "NVRTC": "nvrtc", "Python": "python"}  # fmt: skip
         if made["device"] == "cpu":
             peers = {"PyTorch": "torch", "Numba": "numba", "NumPy": "numpy", "Python": "python"}
-        said = [f"{label} {versions[key]}" for label, key in peers.items() if key in versions]
-        driver = [f"driver {made['driver']}"] if made.get("driver") else [f"{made['cpus']} CPUs"]
-        words.append(f"{made['date']}, {', '.join(driver + said)}, commit {made['commit']}, `bench/results/{name}`")
-    return f"{results.device}; " + "; ".join(words) + "."
+        found = {"": made["date"], "driver": made.get("driver"), "commit": made["commit"]}
+        found |= {label: made["versions"].get(key) for label, key in peers.items()}
+        found["CPUs"] = None if made.get("driver") else made["cpus"]
+        for label, value in found.items():
+            if value:
+                facts.setdefault(label, {})[str(value)] = None
+    said = [f"{label} {' and '.join(values)}".strip() for label, values in facts.items()]
+    names = [f"`bench/results/{name}`" if links is None else f"[{name}]({links}{name})" for name in sources]
+    return f"{results.device}, {', '.join(said)}; {', '.join(names)}."
 
 
 # ---- tables --------------------------------------------------------------------------------------------------
@@ -327,7 +331,8 @@ def page(text: str, found: dict[str, Results], pictures: dict[str, str]) -> str:
             raise ValueError(f"no table is named {name!r}")
         device, maker = TABLES[name]
         made, rows = maker(found[device])
-        return f"{match[1]}\n{made}\n\n{caption(found[device], rows)}\n\n{match[3]}" if rows else match[0]
+        links = None if name else "bench/results/"  # the README is read where the records are
+        return f"{match[1]}\n{made}\n\n{caption(found[device], rows, links)}\n\n{match[3]}" if rows else match[0]
 
     return BLOCK.sub(block, text)
 
