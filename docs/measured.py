@@ -49,7 +49,8 @@ class Record:
 
     def ratios(self, ours, theirs, *patterns):
         """The lowest and the highest speed of ours by that of theirs: above 1 ours is faster."""
-        found = [s[ours] / s[theirs] for case, s in self.speeds.items() if {ours, theirs} <= {*s} and _fits(case, patterns)]
+        some = [s for case, s in self.speeds.items() if {ours, theirs} <= {*s} and _fits(case, patterns)]
+        found = [s[ours] / s[theirs] for s in some]
         return f"{min(found):.2f} to {max(found):.2f} over {len(found)} cases"
 
 
