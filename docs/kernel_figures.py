@@ -48,7 +48,8 @@ def usage(arch, *builds):
     """
     record = read("tests/kernel_resources.json")
     columns = record["columns"]
-    lines = [f"{arch:<36}{'kernel':<20}{'registers':>10}{'spilled':>9}{'shared':>9}"]
+    width = max(map(len, builds)) + 2
+    lines = [f"{arch:<{width}}{'kernel':<20}{'registers':>10}{'spilled':>9}{'shared':>9}"]
     for build in builds:
         for name, numbers in record["kernels"].items():
             if not name.startswith(f"{arch} {build}: "):
@@ -57,7 +58,7 @@ def usage(arch, *builds):
             file, kernel = name.rpartition(": ")[2].split()
             if use["dynamic_shared"] and file != "side_gradients.cu":
                 spilled = use["spill_stores"] + use["spill_loads"]
-                lines.append(f"{build:<36}{kernel:<20}{use['registers']:>10}{spilled:>9}{use['dynamic_shared']:>9}")
+                lines.append(f"{build:<{width}}{kernel:<20}{use['registers']:>10}{spilled:>9}{use['dynamic_shared']:>9}")
     print("\n".join(lines))
 
 
@@ -78,16 +79,20 @@ def best_peer(runners, unit):
     return name, rates.get(name)
 
 
-def speeds(record, *cases, ours="cupy_raw", unit="tflops"):
-    """Burst rates of ours and of the best peer in the same process, and ours by the peer's: above 1 we are faster."""
+def speeds(record, *cases, ours="cupy_raw", unit="tflops", beside=None):
+    """Burst rates of ours and of the best peer in the same process, and ours by the peer's: above 1 we are faster.
+
+    beside: a peer's name, in place of the best one.
+    """
     name = {"tflops": "TFLOP/s", "tbytes": "TB/s"}[unit]
-    lines = [f"{name:<42}{'family':<16}{'ours':>6}  {'best peer':<22}{'ratio':>5}"]
+    width = max(map(len, cases)) + 2
+    lines = [f"{name:<{width}}{'family':<16}{'ours':>6}  {'peer' if beside else 'best peer':<22}{'ratio':>5}"]
     for case in cases:
         runners = row(record, case)
         mine, family = runners[ours][f"burst_{unit}"], runners[ours]["tiles"]["family"]
-        peer, rate = best_peer(runners, f"burst_{unit}")
+        peer, rate = (beside, runners[beside][f"burst_{unit}"]) if beside else best_peer(runners, f"burst_{unit}")
         digits = 1 if unit == "tflops" else 2
-        beside = f"{peer} {rate:.{digits}f}" if peer else "none"
+        its = f"{peer} {rate:.{digits}f}" if peer else "none"
         ratio = f"{mine / rate:.2f}" if peer else ""
-        lines.append(f"{case:<42}{family:<16}{mine:>6.{digits}f}  {beside:<22}{ratio:>5}".rstrip())
+        lines.append(f"{case:<{width}}{family:<16}{mine:>6.{digits}f}  {its:<22}{ratio:>5}".rstrip())
     print("\n".join(lines))
