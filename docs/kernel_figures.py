@@ -57,8 +57,8 @@ def usage(arch, *builds):
             use = dict(zip(columns, numbers, strict=True))
             file, kernel = name.rpartition(": ")[2].split()
             if use["dynamic_shared"] and file != "side_gradients.cu":
-                spilled = use["spill_stores"] + use["spill_loads"]
-                lines.append(f"{build:<{width}}{kernel:<20}{use['registers']:>10}{spilled:>9}{use['dynamic_shared']:>9}")
+                spilled, shared = use["spill_stores"] + use["spill_loads"], use["dynamic_shared"]
+                lines.append(f"{build:<{width}}{kernel:<20}{use['registers']:>10}{spilled:>9}{shared:>9}")
     print("\n".join(lines))
 
 

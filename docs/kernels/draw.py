@@ -189,7 +189,8 @@ def mma_lanes():
             picture.text(x + cell / 2, y + high - 6, str(lane), 12, "middle", weight)
     picture.line(left + 8 * cell, top - 4, left + 8 * cell, top + 16 * high + 4, width=2)
     for n, line in enumerate((
-        f"Lane {mine} = (g, t) = ({g}, {t}) has rows {g} and {g + 8}, keys {2 * t}, {2 * t + 1}, {2 * t + 8}, {2 * t + 9}.",
+        f"Lane {mine} = (g, t) = ({g}, {t}) has rows {g} and {g + 8}, keys {2 * t}, {2 * t + 1}, "
+        f"{2 * t + 8}, {2 * t + 9}.",
         "As the factor P of P V the same lane needs the same numbers:",
         "eight float32 become four registers of pairs, and nothing moves.",
     )):  # fmt: skip
@@ -277,17 +278,17 @@ def cpu_panel():
 
 
 PICTURES = {
-    "split-memory": lambda: memory(plan("cupy_raw", "sm_90", "forward", d=128), "float32 forward, d = 128, sm_90"),
+    "split-memory": lambda: memory(plan("cupy_raw", "sm_90", "forward", d=128), "float32 forward, d = 128"),
     "split-parts": split_parts,
     "simt-memory": lambda: memory(
-        plan("cupy_raw", "sm_90", "forward", d=128, dtype="bfloat16"), "bfloat16 forward by multiply-adds, d = 128, sm_90"
+        plan("cupy_raw", "sm_90", "forward", d=128, dtype="bfloat16"), "bfloat16 forward by multiply-adds, d = 128"
     ),
     "simt-threads": simt_threads,
     "double-memory": lambda: memory(
-        plan("cupy_raw", "sm_90", "forward", d=128, dtype="float64"), "float64 forward, d = 128, sm_90"
+        plan("cupy_raw", "sm_90", "forward", d=128, dtype="float64"), "float64 forward, d = 128"
     ),
     "mma-memory": lambda: memory(
-        plan("numba_cuda", "sm_90", "backward", d=128, dtype="bfloat16"), "bfloat16 backward, d = 128, sm_90"
+        plan("numba_cuda", "sm_90", "backward", d=128, dtype="bfloat16"), "bfloat16 backward, d = 128"
     ),
     "mma-lanes": mma_lanes,
     "few_rows-turns": few_rows_turns,
