@@ -5,8 +5,10 @@ with what NVRTC makes of the sources; speeds are in bench/results.
 """
 
 import json
+import re
 from dataclasses import replace
 from functools import cache
+from itertools import product
 from pathlib import Path
 
 from rawflash.hardware import chip, kernels_on
@@ -35,6 +37,21 @@ def plan(backend, arch, direction, *, d, Tq=4096, Tk=None, B=4, H=16, Hkv=None, 
     return plan_tiles(Problem(**sizes, backend=backend, **options), row, direction)
 
 
+def blocks(backend, arches=("sm_80", "sm_86", "sm_90"), dimensions=(64, 128), **options):
+    """Print the blocks and the families of forward and backward plans."""
+    for arch in arches:
+        for d in dimensions:
+            plans = [plan(backend, arch, direction, d=d, **options) for direction in ("forward", "backward")]
+            print(arch, f"d = {d:<3}", ", ".join(f"{tiles.br} x {tiles.bc} {tiles.family}" for tiles in plans))
+
+
+def expanded(patterns):
+    """Names, with braces as in a shell: "d{64,128}" is d64 and d128."""
+    for pattern in patterns:
+        parts = re.split(r"\{(.*?)\}", pattern)
+        yield from map("".join, product(*(part.split(",") if n % 2 else [part] for n, part in enumerate(parts))))
+
+
 @cache
 def read(path):
     """A record as it is on disk."""
@@ -44,8 +61,10 @@ def read(path):
 def usage(arch, *builds):
     """Registers a thread, bytes spilled and bytes of shared memory of the kernels that hold tiles.
 
-    A build is as in the record: "fa2_forward float32 d=64 plain" is forward, float32, d = dv = 64, no options.
+    A build is as in the record: "fa2_forward float32 d=64 plain" is forward, float32, d = dv = 64, no options. Braces
+    stand for several (`expanded`).
     """
+    builds = list(expanded(builds))
     record = read("tests/kernel_resources.json")
     columns = record["columns"]
     width = max(map(len, builds)) + 2
@@ -82,8 +101,9 @@ def best_peer(runners, unit):
 def speeds(record, *cases, ours="cupy_raw", unit="tflops", beside=None):
     """Burst rates of ours and of the best peer in the same process, and ours by the peer's: above 1 we are faster.
 
-    beside: a peer's name, in place of the best one.
+    Braces stand for several cases (`expanded`). beside: a peer's name, in place of the best one.
     """
+    cases = list(expanded(cases))
     name = {"tflops": "TFLOP/s", "tbytes": "TB/s"}[unit]
     width = max(map(len, cases)) + 2
     lines = [f"{name:<{width}}{'family':<16}{'ours':>6}  {'peer' if beside else 'best peer':<22}{'ratio':>5}"]
