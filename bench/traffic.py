@@ -433,7 +433,10 @@ def add_counts(row, call):
 def measure(folder: Path, out: Path, end: float) -> list[dict]:
     """Write the record, again after every process; return what is missing in it."""
     log, ncu, missing, silent = folder / "log", find_ncu(), [], 0
-    record = {"date": datetime.date.today().isoformat(), "heads": HEADS, "ncu": ncu is not None, "missing": missing, "rows": []}
+    record = {
+        "date": datetime.date.today().isoformat(), "heads": HEADS, "ncu": ncu is not None, "missing": missing,
+        "rows": [],
+    }  # fmt: skip
 
     def lack(what, text):
         """Note what is missing, with the end of what a process said."""

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from rawflash._version import __version__
 
-sys.path.insert(0, str(Path(__file__).parent))  # the examples import counting.py
+sys.path.insert(0, str(Path(__file__).parent))  # mathml.py, and what the examples import
 
 project = "rawflash"
 author = "The rawflash developers"
@@ -17,13 +17,16 @@ extensions = [
     "sphinx.ext.autodoc",
     "sphinx.ext.autosummary",
     "sphinx.ext.doctest",
-    "sphinx.ext.mathjax",
+    "mathml",
     "myst_parser",
     "numpydoc",
 ]
 exclude_patterns = ["_build", "figures"]  # figures/*.md are parts of pages
 html_theme = "furo"
 html_title = "rawflash"
+html_math_renderer = "mathml"
+html_static_path = ["_static"]
+html_css_files = ["custom.css"]
 
 myst_enable_extensions = ["amsmath", "dollarmath"]
 myst_heading_anchors = 3
