@@ -92,13 +92,24 @@ def on_gpu(case, kind="cupy", small_on_device=False):
     return replace(case, **moved, dlse=dlse, options=options, cu_seqlens=cu_seqlens)
 
 
+def used_entries(table, needed):
+    """A block table on the GPU of which only the needed entries were ever written: initcheck sees who reads others."""
+    import cupy
+
+    made = cupy.empty(table.shape, table.dtype)
+    for row, entries, n in zip(made, table, needed, strict=True):
+        row[:n] = cupy.asarray(entries[:n])
+    return made
+
+
 def append_and_decode(case, n=0, kind="cupy", small_on_device=False, **options):
     """``(out, lse, k_cache, v_cache)`` of a `Decode`, the last ``n`` keys of each sequence appended first."""
     *caches, table = case.caches(order=2, filled=case.kv_lengths - n)
     before, lengths = case.kv_lengths - n, case.kv_lengths
     if small_on_device:
         before, lengths = to_kind(before, kind), to_kind(lengths, kind)
-        table = None if table is None else to_kind(table, kind)
+        if table is not None:
+            table = used_entries(table, -(-case.kv_lengths // case.page)) if kind == "cupy" else to_kind(table, kind)
     caches = [to_kind(cache, kind) for cache in caches]
     if n:
         rf.append_kv(*caches, *(to_kind(x, kind) for x in case.newest(n)), before, table, layout=case.layout)

@@ -34,7 +34,7 @@ VECTOR_BYTES = 16
 DEPTHS = {SPLIT: 16, DOUBLE: 8}  # products that a tensor core sums at a time (DEPTH in mma/)
 MOST_STRIDING = 4096  # blocks of a grid that strides
 LARGEST_GRID = 2**31 - 1
-SPARE = 64  # sets of counters that are made at a time
+SPARE = 256  # sets of counters that are made at a time: a graph of a model has a call for each layer
 # Constants that the text of a kernel is chosen by; the others are numbers in it.
 SWITCHES = ("PIECES", "SPLIT", "TYPE", "BIAS_TYPE", "SLOPE_TYPE", "SINK_TYPE", "ALIGNED", "PACKED", "BAND", "BIAS",
             "BIAS_OVER_ROWS", "BIAS_OVER_KEYS", "ALIBI", "SOFTCAP", "SINKS", "DROPOUT", "DLSE",
@@ -342,8 +342,11 @@ class Launcher:
             made = spare.pop() if spare else cupy.zeros(count, np.uint32)
             keep_for_graph(made)
             return int(made.data.ptr)
-        if stream not in self.counts:  # cleared in the order of the stream that uses them
-            self.counts[stream], *self.spare[stream] = cupy.zeros((SPARE, count), np.uint32)
+        # Cleared in the order of the stream that uses them; more when graphs have taken most, so that the next one finds some
+        if stream not in self.counts or len(self.spare[stream]) < SPARE // 2:
+            first, *more = cupy.zeros((SPARE, count), np.uint32)
+            self.counts.setdefault(stream, first)
+            self.spare.setdefault(stream, []).extend(more)
         return int(self.counts[stream].data.ptr)
 
     def workspace(self, count: int, zero: bool = False) -> Any:

@@ -1,4 +1,4 @@
-"""FlashAttention-1, backward pass (Dao et al. 2022, algorithm 4; Chu, Liu and Lin 2026, algorithm 8): fa1_backward.cu.
+"""FlashAttention-1, backward pass (Dao et al. 2022, algorithm 4; Chu, Liu and Lin 2026, algorithm 7): fa1_backward.cu.
 
 A block of threads owns one key head and the query heads that share it. K/V blocks outside, Q blocks inside; dQ lies
 in device memory and is read and written at every step; gamma = rowsum(dO * O) is computed at every step. No atomics:

@@ -6,10 +6,10 @@
 // order, as the online softmax goes on from one step to the next (split over keys: Dao, Haziza, Massa, Sizov, "Flash-Decoding", 2023).
 //
 // On chip:  K or V, a queue of units of Bc keys for each warp; in registers S = P (Br, Bc), O (Br, dv), m, l; Q (Br, d) where there is room.
-// Read per step: K_j and V_j, several steps ahead. Written once: O and lse, or O, m and l of a part.
+// Read per step: K_j and V_j, a step or more ahead. Written once: O and lse, or O, m and l of a part.
 //
-// A queue is its warp's own, so that no warp waits for another. Rows come 128 bytes at a time, by eight neighbouring lanes: anything else halves
-// the rate of memory. They lie in the queue as they are read from it, 16 bytes for each lane, which are operands of tensor-core products without
+// A queue is its warp's own, so that no warp waits for another. Rows come 128 bytes at a time, by eight neighbouring lanes: anything else costs
+// a third of the rate of memory. They lie in the queue as they are read from it, 16 bytes for each lane, which are operands of tensor-core products without
 // further ado, because the numbers of a sum may come in any order: of the 32 numbers that two products sum over d, lane (g, t) takes the eight
 // neighbours from 8 t on, of Q and of K; of 64 columns of V the eight neighbours from 8 g on, of the four keys that its operands have. Columns
 // 0, 8, ... of the 64 are those of the first product, and so on.
@@ -255,22 +255,10 @@ extern "C" __global__ void __launch_bounds__(THREADS) fa2_few_rows(const __grid_
     const int part = (int)(blockIdx.x / row_blocks % most_parts);
     const unsigned b = bh / heads, h_kv = bh % heads, group = (unsigned)call.Hq / heads;
 
-    // What the table says of a paged cache, if all keys of a step are in one block: a lane knows it for the n-th of 32 steps, and for that of
-    // the next 32, asked for long before, as it waits behind all the rows that are under way. Parts take turns, so that the first entries may
-    // be asked for beside the lengths, as if all of the cache were in use.
-    const int first_of_warp = part * TURN + warp * STEP;
-    int stride = (int)most_parts * TURN;
-    auto look_up = [&](int first, int j_end) {
-        const long long j = first + (long long)lane * stride;
-        return IN_ONE_BLOCK && j < j_end ? block_of(call, b, j) : table_entry(-1);
-    };
-    auto known = [&](table_entry found) { return 0 <= found && found < call.cache_blocks ? (unsigned)found : NONE; };
-    table_entry next = look_up(first_of_warp, (int)call.Tk);
-
     int j_low, j_high;
     const Sequence s = sequence(call, b);
     seen_keys(call, s, j_low, j_high);
-    const int parts = parts_of(call, j_low, j_high);
+    const int parts = parts_of(call, j_low, j_high), stride = parts * TURN;
     if (part >= parts)
         return;
 
@@ -283,13 +271,17 @@ extern "C" __global__ void __launch_bounds__(THREADS) fa2_few_rows(const __grid_
     const elem* const from_V = row_of(call.v, entry_of_arrays, h_kv, of_V.row) + 8 * of_V.piece;
     const long long row_K = in_register(call.k.row), row_V = in_register(call.v.row);
     const long long block_K = PAGE ? in_register(call.k.batch) : 0, block_V = PAGE ? in_register(call.v.batch) : 0;
-    int asked_for = j_low + first_of_warp;  // key of the next unit
-    if (BAND || parts != (int)most_parts) {
-        stride = parts * TURN;
-        next = look_up(asked_for, j_high);
-    }
-    unsigned now = known(next), block = NONE;
-    next = look_up(asked_for + WARP_SIZE * stride, j_high);
+    // What the table says of a paged cache, if all keys of a step are in one block: a lane knows it for the n-th of 32 steps, and for that of
+    // the next 32, asked for long before, as it waits behind all the rows that are under way.
+    auto look_up = [&](int first) {
+        const long long j = first + (long long)lane * stride;
+        return IN_ONE_BLOCK && j < j_high ? block_of(call, b, j) : table_entry(-1);
+    };
+    auto known = [&](table_entry found) { return 0 <= found && found < call.cache_blocks ? (unsigned)found : NONE; };
+    const int first_of_warp = j_low + part * TURN + warp * STEP;
+    int asked_for = first_of_warp;  // key of the next unit
+    unsigned now = known(look_up(asked_for)), block = NONE;
+    table_entry next = look_up(asked_for + WARP_SIZE * stride);
     int steps = 0;       // that were asked for
     unsigned exist = 0;  // a bit for each of them: does its block exist? The last one's is the lowest
     auto ask_for = [&](bool values, int unit) {
@@ -327,7 +319,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) fa2_few_rows(const __grid_
             steps++;
             if (IN_ONE_BLOCK && steps % WARP_SIZE == 0) {
                 now = known(next);
-                next = look_up(asked_for + WARP_SIZE * stride, j_high);
+                next = look_up(asked_for + WARP_SIZE * stride);
             }
         } else {
             exist = exist << 1 | there;
@@ -389,7 +381,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) fa2_few_rows(const __grid_
     }
 
     int unit = 0;
-    for (int j0 = j_low + first_of_warp; j0 < j_high; j0 += stride) {
+    for (int j0 = first_of_warp; j0 < j_high; j0 += stride) {
         // S = Q K^T
         await_groups<UNITS - 2>();
         __syncwarp();  // K_j is there, and no lane reads the unit before any more

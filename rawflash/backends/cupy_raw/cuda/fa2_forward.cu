@@ -1,4 +1,4 @@
-// FlashAttention-2, forward pass (Dao 2024, algorithm 1; Chu, Liu and Lin 2026, algorithm 7).
+// FlashAttention-2, forward pass (Dao 2024, algorithm 1; Chu, Liu and Lin 2026, algorithm 3).
 //
 // A block of threads owns Br rows of one query head. Q blocks outside (one thread block each), K/V blocks inside; O, m and l stay
 // in registers and are written once.
