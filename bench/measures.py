@@ -182,7 +182,7 @@ def _rates(case: Case, figures: dict[str, Any]) -> dict[str, float]:
     """TFLOP/s, or TB/s of K and V, by the medians."""
     work, unit = (case.cache_bytes, "tbytes") if case.bound_by_memory else (case.flops, "tflops")
     return {
-        key.removesuffix("us") + unit: round(work / figures[key][1] / 1e6, 6)
+        key.removesuffix("us") + unit: float(f"{work / figures[key][1] / 1e6:.6g}")
         for key in ("burst_us", "sustained_us", "in_cache_us") if key in figures and figures[key][1] > 0
     }  # fmt: skip
 
@@ -429,6 +429,7 @@ def sweep_of(setup: Setup, case: Case, some: list[Runner]) -> Figures:
 
 
 def _sweep(setup: Setup, case: Case, ours: Ours, x: inputs.Inputs) -> dict[str, Any]:
+    expected = inputs.reference(case, x)
     points: dict[str, dict[str, Any]] = {}
     runs: dict[str, tuple[Runner, list[timing.Call], int]] = {}
     seen: dict[str, str] = {}
@@ -444,9 +445,12 @@ def _sweep(setup: Setup, case: Case, ours: Ours, x: inputs.Inputs) -> dict[str, 
                 continue
             with setup.queue(within):
                 call = within.prepare(case, x)
-                result = call()
+                raw = call()
             setup.synchronize()
-            runs[name] = within, [call], inputs.nbytes(within.results(case, result))
+            results = within.results(case, raw)
+            setup.synchronize()
+            _count(case, within, results, expected, {within.name: points[name]})
+            runs[name] = within, [call], inputs.nbytes(results)
     turns, rounds = _turns(setup, case, runs, points)
     _timed(setup, case, turns, rounds, points, "burst_us")
     for point in points.values():
@@ -530,6 +534,7 @@ def start_of(setup: Setup, case: Case, some: list[Runner]) -> Figures:
                 if done.returncode:
                     raise RuntimeError(done.stderr[-TEXT:])
                 found[runner.name][which] = json.loads(done.stdout.splitlines()[-1])
+            found[runner.name]["caches"] = "own, NVRTC's too"
     return found
 
 
@@ -573,11 +578,17 @@ MEASURES: dict[str, Callable[[Setup, Case, list[Runner]], Figures]] = {
 # ---- ceilings ------------------------------------------------------------------------------------------------
 
 
-def ceilings(setup: Setup, cases: Iterable[Case]) -> dict[str, Any]:
-    """What no kernel of these cases can exceed: products, copies, and for float64 the plain rate."""
+def ceilings(setup: Setup, cases: Iterable[Case], known: Iterable[str] = ()) -> dict[str, Any]:
+    """What these cases are compared with: products, copies, and for float64 the plain rate; not those that are known.
+
+    They are what simple work reaches on this card, at its power limit: a kernel whose numbers take less power, or that
+    reads and hardly writes, can exceed them a little.
+    """
     found: dict[str, Any] = {}
 
     def note(name: str, figure: Callable[[], Any]) -> None:
+        if name in known:
+            return
         try:
             found[name] = figure()
         except Exception as error:

@@ -169,6 +169,11 @@ def _scale(x: Inputs) -> float:
     return 1 / math.sqrt(x.q.shape[-1])
 
 
+def _by_tokens(dout: Any) -> Any:
+    """The same gradient, in memory as PyTorch's kernels want it, (B, T, H, d): else each call copies it."""
+    return dout.transpose(1, 2).contiguous().transpose(1, 2)
+
+
 class TorchFlash(Runner):
     """FlashAttention-2."""
 
@@ -202,7 +207,8 @@ class TorchFlash(Runner):
         out, lse, cu_q, cu_k, most_q, most_k, seed, unused, _ = forward(x.q, x.k, x.v, 0.0, case.causal, scale=scale)
         backward = torch.ops.aten._scaled_dot_product_flash_attention_backward
         rest = (cu_q, cu_k, most_q, most_k, 0.0, case.causal, seed, unused)
-        return lambda: backward(x.dout, x.q, x.k, x.v, out, lse, *rest, scale=scale)
+        dout = _by_tokens(x.dout)
+        return lambda: backward(dout, x.q, x.k, x.v, out, lse, *rest, scale=scale)
 
     def results(self, case: Case, result: Any) -> Sequence[Any]:
         """Tuples of operators go on: lse, seeds, the gradient of a bias."""
@@ -252,7 +258,8 @@ class TorchEfficient(TorchFlash):
         out, lse, seed, offset = forward(x.q, x.k, x.v, None, True, 0.0, case.causal, scale=scale)
         backward = torch.ops.aten._scaled_dot_product_efficient_attention_backward
         rest = (seed, offset, 0.0, [True, True, True, False], case.causal)
-        return lambda: backward(x.dout, x.q, x.k, x.v, None, out, lse, *rest, scale=scale)
+        dout = _by_tokens(x.dout)
+        return lambda: backward(dout, x.q, x.k, x.v, None, out, lse, *rest, scale=scale)
 
 
 class Autograd(Runner):

@@ -22,7 +22,7 @@ from typing import Any
 from bench import record
 from bench.cases import GRID, GROUPS
 from bench.peers import PEERS
-from bench.run import SCHEMA, has_figures
+from bench.run import SCHEMA, has_figures, says_more
 
 PAGES = ("README.md", "docs/benchmarks.md")
 PLOTS = Path("docs/benchmarks")
@@ -67,7 +67,7 @@ def load(folder: Path = record.RESULTS) -> dict[str, Results]:
                 continue
             for row in made["rows"]:
                 old = results.rows.get(row["name"])
-                if old is None or has_figures(row) or not has_figures(old):
+                if old is None or says_more(row, old):
                     results.rows[row["name"]] = row
                     results.sources[row["name"]] = name, made
     return found
@@ -260,7 +260,10 @@ def sweep(group: str) -> Maker:
 
 
 def start(group: str) -> Maker:
-    """Seconds of the first calls of a process, without and with a cache of kernels."""
+    """Seconds of the first calls of a process, without and with a cache of kernels.
+
+    Cold ones only of records that emptied all caches.
+    """
 
     def made(results: Results) -> Made:
         rows = [row for row in results.of(GROUPS[group]) if has_figures(row)]
@@ -268,6 +271,7 @@ def start(group: str) -> Maker:
         lines = [
             [row["case"]["dtype"], which, *(f"{figures[which][key]:.2f}" for key in keys)]
             for row in rows for figures in mine(row).values() for which in ("cold", "warm")
+            if which == "warm" or "caches" in figures or row["case"]["device"] == "cpu"
         ]  # fmt: skip
         return table(["dtype", "cache of kernels", "import, s", "first forward, s", "first backward, s"], lines), rows
 
@@ -282,16 +286,20 @@ def overhead(results: Results) -> Made:
 
 
 def ceilings(results: Results) -> Made:
-    """Of the newest record that has some."""
-    newest = [(name, made["ceilings"]) for name, (_, made) in results.sources.items() if made["ceilings"]]
-    if not newest:
+    """Of all records; each has measured its own."""
+    records = {record: (case, made["ceilings"]) for case, (record, made) in results.sources.items() if made["ceilings"]}
+    rows = results.of(case for case, _ in records.values())
+    if not records:
         return "", []
-    name, found = newest[-1]
-    lines = [[what, *(str(figures.get(key, "")) for key in ("burst_tflops", "sustained_tflops", "burst_tbytes"))]
-             for what, figures in found.items() if "failed" not in figures and what != "cpu"]  # fmt: skip
-    if "cpu" in found:
-        return table(["what", "figure"], [[key, str(value)] for key, value in found["cpu"].items()]), results.of([name])
-    return table(["what", "burst, TFLOP/s", "sustained, TFLOP/s", "TB/s"], lines), results.of([name])
+    if all("cpu" in found for _, found in records.values()):
+        lines = [[key, str(value)] for _, found in records.values() for key, value in found["cpu"].items()]
+        return table(["what", "figure"], lines), rows
+    keys = ("burst_tflops", "sustained_tflops", "burst_tbytes")
+    lines = [
+        [what, *(str(figures.get(key, "")) for key in keys), f"`{record}`"]
+        for record, (_, found) in records.items() for what, figures in found.items() if "failed" not in figures
+    ]  # fmt: skip
+    return table(["what", "burst, TFLOP/s", "sustained, TFLOP/s", "TB/s", "record"], sorted(lines)), rows
 
 
 TABLES: dict[str, tuple[str, Maker]] = {  # name of a block: device, and what makes it; "": the README's
@@ -366,11 +374,12 @@ def plots(found: dict[str, Results]) -> dict[str, tuple[str, str, Any]]:
     """Name of a plot: which kind it is, what it shows in words, and its data. Only those that have data."""
     gpu = found["gpu"]
     made: dict[str, tuple[str, str, Any]] = {}
-    tops = [source["ceilings"].get("bfloat16 matmul", {}).get("burst_tflops") for _, source in gpu.sources.values()]
     for direction in ("forward", "backward"):
         panels = _curves(gpu, direction)
         if panels:
-            top = next((t for t in reversed(tops) if t), None)
+            drawn = [n for n in GROUPS["grid"] if n.startswith(f"{direction}/") and n in gpu.sources]
+            tops = (gpu.sources[n][1]["ceilings"].get("bfloat16 matmul", {}).get("burst_tflops") for n in drawn)
+            top = next((t for t in tops if t), None)
             title = f"Speed of the {direction} pass against T, bfloat16, {gpu.device}"
             made[f"{direction}-bfloat16"] = "speed", title, {"panels": panels, "top": top}
     ratios = {

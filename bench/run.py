@@ -40,7 +40,7 @@ NOTES = {
     "jax": "its stream cannot be asked for: timed by the wall clock over many queued calls, launches included",
     "medians": "[p20, p50, p80] in microseconds; rates are those of p50",
 }
-SAME = ("device", "source_sha256", "gpu", "versions")  # of two runs that share a record; on a CPU also which
+SAME = ("device", "source_sha256", "gpu", "driver", "versions")  # of two runs that share a record; on a CPU also which
 FIGURES = {"burst_us", "extra_bytes", "best_by_planned", "warm", "host_us"}  # of which every measure has one
 ENDED = "ended its process"
 EXIT_MISSING, EXIT_USAGE, EXIT_LOST = 1, 2, 3
@@ -59,17 +59,36 @@ def unlike(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
     return [f"{key}: {old.get(key)} is now {new.get(key)}" for key in keys if old.get(key) != new.get(key)]
 
 
-def left(cases: Sequence[Case], old: dict[str, Any], again: bool = False) -> list[Case]:
-    """Cases without figures in a record; ``again``: also those that have ended their process."""
-    done = {row["name"] for row in old["rows"] if has_figures(row) or (row.get("failed") == ENDED and not again)}
-    return [case for case in cases if case.name not in done]
+def left(cases: Sequence[Case], old: dict[str, Any], again: bool = False, backends: list[str] | None = None,
+         peers: list[str] | None = None) -> list[Case]:  # fmt: skip
+    """Cases of which a record lacks our figures or somebody who was asked for; ``again``: also those that have ended
+    their process."""
+    rows = {row["name"]: row for row in old["rows"]}
+
+    def done(case: Case) -> bool:
+        row = rows.get(case.name, {})
+        if row.get("failed") == ENDED:
+            return not again
+        asked = {runner.name for runner in measures.runners(case, backends, peers)}
+        return bool(row) and has_figures(row) and asked <= row["runners"].keys()
+
+    return [case for case in cases if not done(case)]
+
+
+def says_more(row: dict[str, Any], other: dict[str, Any]) -> bool:
+    """Has a row figures of as many runners as another, or more? One of ours alone does not take the peers' place."""
+
+    def timed(row: dict[str, Any]) -> tuple[bool, int]:
+        return has_figures(row), sum(bool(figures.keys() & FIGURES) for figures in row["runners"].values())
+
+    return timed(row) >= timed(other)
 
 
 def put(rows: list[dict[str, Any]], row: dict[str, Any]) -> None:
-    """A case has one row: the newest, unless the older one alone has figures."""
+    """A case has one row: the newest, unless the older one says more."""
     for n, old in enumerate(rows):
         if old["name"] == row["name"]:
-            if has_figures(row) or not has_figures(old):
+            if says_more(row, old):
                 rows[n] = row
             return
     rows.append(row)
@@ -200,8 +219,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             name = old.pop("running")
             put(old["rows"], {"name": name, "case": asdict(CASES[name]) if name in CASES else {}, "runners": {},
                               "failed": ENDED, "seconds": 0.0, "date": found["date"]})  # fmt: skip
-        todo = left(cases, old, options.again)
-        found |= {key: old[key] for key in ("peers", "ceilings", "rows")}
+        todo = left(cases, old, options.again, options.backends, options.peers)
+        found |= {key: old[key] for key in ("date", "commit", "peers", "ceilings", "rows")}
         if different:
             found["mixed"] = old.get("mixed", []) + different
     else:
@@ -217,9 +236,9 @@ def run(found: dict[str, Any], cases: list[Case], todo: list[Case], out: Path, o
     begun = time.monotonic()
     print(f"{len(todo)} of {len(cases)} cases, {found.get('gpu') or found['cpu']}, record {out}", flush=True)
     setup = measures.Setup(found["device"])
-    if not options.no_ceilings and not found["ceilings"] and todo and not options.quick:
+    if not options.no_ceilings and todo and not options.quick:
         with Watch(options.limit):
-            found["ceilings"] = measures.ceilings(setup, todo)
+            found["ceilings"] |= measures.ceilings(setup, todo, found["ceilings"])
         print("ceilings:", found["ceilings"], flush=True)
     first = time.monotonic()
     for n, case in enumerate(todo):

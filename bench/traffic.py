@@ -648,7 +648,7 @@ def comparisons(rows) -> str:
         line("backward, FA1 / FA2, M = 192 KiB", whole[2], 192, whole[3], 192),
         line("backward, K/V outside with dQ added / dK and dV alone, M = 192 KiB", whole[3], 192, keys, 192),
         line("backward, Q outside (dQ) / K/V outside (dK, dV), M = 192 KiB", queries, 192, keys, 192),
-        line("FA2 backward at M = 128 KiB: blocks of M/(8d) / of M/(4d) rows", whole[3], 96, whole[3], 192),
+        line("FA2 backward: M/(8d) / M/(4d) rows for M = 128 KiB, the second in 166", whole[3], 96, whole[3], 192),
     ]
     return _markdown(["bytes", "closed form", "SM", "L2", "DRAM"], lines)
 

@@ -61,7 +61,7 @@ def problems(site: Path) -> list[str]:
 
 
 def main(folder: str) -> int:
-    found = problems(Path(folder))
+    found = problems(Path(folder)) if any(Path(folder).rglob("*.html")) else [f"{folder} has no pages"]
     print(*found, f"{len(found)} problems", sep="\n")
     return int(bool(found))
 

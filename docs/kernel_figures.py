@@ -22,7 +22,7 @@ GPU = {
     "shared heads, half": "gpu-2026-11-22-gqa-half-sweep.json",
 }
 OURS = "cupy_raw", "numba_cuda"
-DENSE = "dense-cupy", "dense-torch"  # references, not peers
+DENSE = "dense-cupy", "torch-math"  # references, not peers
 
 
 PROCESSORS = 132  # multiprocessors of an H200, which is an sm_90

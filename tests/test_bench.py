@@ -411,6 +411,8 @@ def on_host(monkeypatch):
     monkeypatch.setattr(measures, "GPU_SRAM", (1024, 1 << 16, 1 << 18))
     monkeypatch.setattr(timing, "PERIOD", 0.01)
     monkeypatch.setattr(timing, "BUDGET", 0.01)
+    monkeypatch.setattr(timing, "CAPTURED", 60.0)  # how a call is timed shall not hang on the load of this machine
+    monkeypatch.setattr(timing, "ROTATED", 60.0)
     return HostSetup("gpu")
 
 
@@ -515,6 +517,14 @@ def test_rows_of_a_resumed_record():
     assert rows == [good]
     run.put(rows, refused)
     assert rows == [refused]
+    both = {"name": "a", "runners": refused["runners"] | {"torch-flash": {"burst_us": [1, 1, 1]}}}
+    run.put(rows, both)
+    run.put(rows, refused)  # newer, and says less
+    assert rows == [both]
+    ours = {"name": TINY.name, "runners": {"numba_cpu": {"burst_us": [1, 1, 1]}}}
+    case = replace(TINY, peers=("torch-cpu",))
+    assert case.backends == ("numba_cpu",) and run.left([case], {"rows": [ours]}) == [case]
+    assert run.left([case], {"rows": [ours]}, peers=[]) == []
     ended = {"name": TINY.name, "runners": {}, "failed": run.ENDED}
     assert run.left([TINY], {"rows": [ended]}) == [] and run.left([TINY], {"rows": [ended]}, again=True) == [TINY]
 

@@ -52,3 +52,7 @@ def test_its_exit_status(tmp_path, capsys):
     assert check.main(str(tmp_path)) == 0
     (tmp_path / "sub/b.html").unlink()
     assert check.main(str(tmp_path)) == 1 and "sub/b.html" in capsys.readouterr().out
+
+
+def test_a_site_without_pages_is_a_problem(tmp_path):
+    assert check.main(str(tmp_path)) == check.main(str(tmp_path / "gone")) == 1

@@ -342,7 +342,7 @@ class Launcher:
             made = spare.pop() if spare else cupy.zeros(count, np.uint32)
             keep_for_graph(made)
             return int(made.data.ptr)
-        # Cleared in the order of the stream that uses them; more when graphs have taken most, so that the next one finds some
+        # Cleared in the order of the stream that uses them; more when graphs took most, so that the next one finds some
         if stream not in self.counts or len(self.spare[stream]) < SPARE // 2:
             first, *more = cupy.zeros((SPARE, count), np.uint32)
             self.counts.setdefault(stream, first)
