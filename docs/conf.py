@@ -28,7 +28,7 @@ html_math_renderer = "mathml"
 html_static_path = ["_static"]
 html_css_files = ["custom.css"]
 
-myst_enable_extensions = ["amsmath", "dollarmath"]
+myst_enable_extensions = ["amsmath", "deflist", "dollarmath"]
 myst_heading_anchors = 3
 
 autosummary_generate = True
