@@ -18,6 +18,7 @@ from rawflash.tiling import plan_tiles
 ROOT = Path(__file__).resolve().parents[1]
 GPU = {
     "grid": "gpu-2026-11-22-grid.json",
+    "decode": "gpu-2026-11-22-decode.json",
     "decode, float": "gpu-2026-11-22-decode-float.json",
     "shared heads, half": "gpu-2026-11-22-gqa-half-sweep.json",
 }
