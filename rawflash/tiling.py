@@ -69,7 +69,9 @@ FEW_MMA_WARPS = 8  # of a block of threads, of which a multiprocessor has one
 FEW_MMA_ROWS = 32  # of a block, where accumulators leave registers for more than one product's
 FEW_MMA_WIDE = 128  # head dimension up to which they do
 FEW_MMA_STEP = 16  # keys that a warp takes at a time; 32 are slower
-FEW_MMA_QUEUE = 64 << 10  # bytes of K and V on their way: more gains nothing
+FEW_MMA_QUEUE = 64 << 10  # bytes of K and V on their way: more gains nothing where multiprocessors have several blocks
+FEW_MMA_QUEUE_ALONE = 160 << 10  # where each has one: as many bytes, or units, as still gain
+FEW_MMA_UNITS_ALONE = 8
 FEW_MMA_UNITS = 3  # of it, at least
 FEW_MMA_REGISTERS = 16 * 128  # numbers of Q that a block keeps in registers
 FEW_MMA_LEAST = 256  # keys for each part
@@ -442,10 +444,6 @@ def _few_mma(problem: Problem, chip: Chip, br: int) -> Tiles | None:
     fixed = sum(tile.bytes for tile in resident(0) if tile.where == ON_CHIP)
     unit = resident(1)[0].bytes
     merged = FEW_MMA_WARPS * br * (64 + 2 * 4) * 4  # 64 columns of O of all warps, and m and l of a row's four lanes
-    wanted = max(FEW_MMA_QUEUE // unit, FEW_MMA_UNITS, -(-(merged - fixed) // unit))
-    units = min((limit - fixed) // unit, wanted)
-    if units < 2 or fixed + units * unit < merged:
-        return None
     pieces = problem.B * problem.Hkv * -(-rows // br)
     turns, processors = -(-problem.Tk // turn), chip.processors or 0
     parts, best = 1, math.inf
@@ -454,6 +452,13 @@ def _few_mma(problem: Problem, chip: Chip, br: int) -> Tiles | None:
         cost = waves * (-(-turns // n) + FEW_MMA_START) + (FEW_MMA_MERGE if n > 1 else 0)
         if cost < best:
             parts, best = n, cost
+    queued = FEW_MMA_QUEUE // unit
+    if pieces * parts <= processors:
+        queued = max(queued, min(FEW_MMA_QUEUE_ALONE // unit, FEW_MMA_UNITS_ALONE))
+    wanted = max(queued, FEW_MMA_UNITS, -(-(merged - fixed) // unit))
+    units = min((limit - fixed) // unit, wanted)
+    if units < 2 or fixed + units * unit < merged:
+        return None
     parts, part_keys = _few_mma_parts(problem.Tk, parts, bc)
     return Tiles(
         br, bc, resident(units), chip.name, limit, IJ, family=FEW_MMA, parts=parts, part_keys=part_keys

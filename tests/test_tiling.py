@@ -329,6 +329,20 @@ def test_few_rows_of_16_bits_on_a_gpu(arch):
     assert not any(planned(d=64, dv=64, **other).family == tiling.FEW_MMA for other in others)
 
 
+def test_queues_of_few_rows_are_longer_where_a_multiprocessor_has_one_block():
+    row = replace(kernels_on("cupy_raw", chip("sm_90")), processors=132)
+
+    def queue(**sizes):
+        fixed = dict(Hq=32, Hkv=8, Tq=1, Tk=8192, dtype="bfloat16", backend="cupy_raw")
+        tiles = plan_tiles(Problem(**(fixed | sizes)), row, "forward")
+        assert tiles.resident[0].name == "K or V"
+        return tiles.resident[0].bytes
+
+    assert queue(B=16, d=128, dv=128) == queue(B=1, d=128, dv=128) == 160 << 10
+    assert queue(B=16, d=64, dv=64) == tiling.FEW_MMA_UNITS_ALONE * (16 << 10)
+    assert queue(B=64, d=128, dv=128) == tiling.FEW_MMA_UNITS * (32 << 10) and queue(B=64, d=64, dv=64) == 64 << 10
+
+
 @pytest.mark.parametrize("parts", [1, 3, 16, 64])
 def test_parts_of_few_rows_cover_their_keys(parts):
     """`parts_of` of fa2_few_rows.cu, as the plan has it: turns go round, no part is empty or larger than it says."""
