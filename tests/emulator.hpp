@@ -40,6 +40,7 @@ template <class To, class From> inline To bits(From x)
 inline float __uint_as_float(unsigned x) { return bits<float>(x); }
 inline unsigned __float_as_uint(float x) { return bits<unsigned>(x); }
 inline double __longlong_as_double(long long x) { return bits<double>(x); }
+inline long long __double_as_longlong(double x) { return bits<long long>(x); }
 inline unsigned __umulhi(unsigned x, unsigned y) { return (unsigned)((uint64_t)x * y >> 32); }
 template <class T> inline T __ldg(const T* p) { return *p; }
 template <class T> inline T __ldcg(const T* p) { return *p; }
