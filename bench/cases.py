@@ -20,7 +20,7 @@ DIRECTIONS = ("forward", "backward")
 MASKS = (False, True)
 
 SIXTEEN_BITS = ("torch-flash", "torch-cudnn", "fa4")
-# Each compiles for seconds to half a minute a case, so only a few cases have them
+# Each compiles for seconds to half a minute a case: see --warm of bench.run
 SLOW_TO_COMPILE = ("flex", "jax-cudnn", "jax-xla")
 
 
@@ -122,10 +122,6 @@ def both_ways(*cases: Case) -> list[Case]:
 
 GRID = [(d, T) for d in (64, 128) for T in (512, 1024, 2048, 4096, 8192, 16384)] + [(256, 2048), (256, 8192)]
 NUMBA = [size for size in GRID if size[0] <= 128]  # also by numba_cuda, which has tensor-core kernels for them
-COMPILED = {  # of the grid, also by peers that are slow to compile
-    (128, 4096, "forward", False), (128, 4096, "forward", True), (128, 4096, "backward", True),
-    (64, 4096, "forward", True),
-}  # fmt: skip
 EFFICIENT = {(64, 4096), (128, 4096)}  # of the grid, also by torch's memory-efficient attention
 
 
@@ -133,7 +129,7 @@ def _grid() -> list[Case]:
     cases = both_ways(*(usual(d, T, peers=SIXTEEN_BITS) for d, T in GRID))
     for n, case in enumerate(cases):
         more = ("torch-efficient",) * ((case.d, case.Tk) in EFFICIENT)
-        more += SLOW_TO_COMPILE * ((case.d, case.Tk, case.direction, case.causal) in COMPILED)
+        more += SLOW_TO_COMPILE
         cases[n] = replace(case, peers=case.peers + more)
     return cases
 

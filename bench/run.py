@@ -5,6 +5,7 @@
     python -m bench.run --cases grid decode                   # groups
     python -m bench.run --cases 'backward/*/d128/*' --peers fa4 torch-cudnn
     python -m bench.run --cases grid --resume FILE            # what FILE has no figures for yet
+    python -m bench.run --cases grid --warm 8                 # what compiles for long does so first, in 8 processes
 
 The record is written after every case. A runner or a case that fails has its reason in it, and the others go on.
 
@@ -17,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import multiprocessing
 import os
 import sys
 import tempfile
@@ -24,11 +26,12 @@ import threading
 import time
 import traceback
 from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from bench import measures, record
+from bench import inputs, measures, record
 from bench.cases import CASES, GROUPS, SLOW_TO_COMPILE, Case, select
 from bench.peers import PEERS
 
@@ -36,7 +39,6 @@ SCHEMA = "rawflash-bench-1"
 GPU_GROUPS = ("grid", "decode", "float32", "float64", "dense", "numba", "overhead")
 CPU_GROUPS = ("cpu", "cpu-decode", "cpu-start", "cpu-memory", "cpu-sweep")
 NOTES = {
-    ", ".join(SLOW_TO_COMPILE): "compile for seconds to half a minute a case: measured on a few cases only",
     "jax": "its stream cannot be asked for: timed by the wall clock over many queued calls, launches included",
     "medians": "[p20, p50, p80] in microseconds; rates are those of p50",
 }
@@ -166,6 +168,8 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--resume", type=Path, metavar="FILE", help="a record to go on with, if it is there")
     found.add_argument("--mixed", action="store_true", help="resume a record of other code, versions or machine")
     found.add_argument("--again", action="store_true", help="also cases that have ended their process")
+    found.add_argument("--warm", type=int, default=0, metavar="PROCESSES",
+                       help=f"first fill the disk caches of {', '.join(SLOW_TO_COMPILE)}, so many at a time")
     found.add_argument("--no-ceilings", action="store_true", help="do not measure products and copies")
     return found
 
@@ -231,10 +235,45 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return run(found, cases, list(todo), out, options)
 
 
+def compile_first(case: Case, name: str) -> str:
+    """Compile what a peer has for a case, in a process of its own: the measuring one then finds it on disk."""
+    try:
+        runner = PEERS[name]
+        if runner.why_not(case) is None:
+            runner.version()
+            runner.prepare(case, inputs.make(case))()
+        return ""
+    except Exception as error:  # the measuring process will meet it again, and note it
+        return f"{case.name} {name}: {measures.text(error)[:200]}"
+
+
+def warm(cases: Sequence[Case], peers: list[str] | None, processes: int, seconds: float) -> None:
+    """Fill the disk caches of peers that are slow to compile."""
+    os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(tempfile.gettempdir(), "rawflash-bench-jax")))
+    os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+    jobs = [(case, name) for case in cases for name in case.peers
+            if name in SLOW_TO_COMPILE and (peers is None or name in peers)]  # fmt: skip
+    begun = time.monotonic()
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(processes, mp_context=context) as pool:
+        waiting = [pool.submit(compile_first, *job) for job in jobs]
+        try:
+            for future in as_completed(waiting, timeout=seconds):
+                if future.result():
+                    print("not compiled:", future.result(), flush=True)
+        except TimeoutError:
+            pool.shutdown(wait=False, cancel_futures=True)
+            for process in list(pool._processes.values()):
+                process.kill()
+    print(f"{len(jobs)} calls of peers compiled first: {time.monotonic() - begun:.0f} s", flush=True)
+
+
 def run(found: dict[str, Any], cases: list[Case], todo: list[Case], out: Path, options: argparse.Namespace) -> int:
     """Fill a record."""
     begun = time.monotonic()
     print(f"{len(todo)} of {len(cases)} cases, {found.get('gpu') or found['cpu']}, record {out}", flush=True)
+    if options.warm:
+        warm(todo, options.peers, options.warm, options.seconds / 2)
     setup = measures.Setup(found["device"])
     if not options.no_ceilings and todo and not options.quick:
         with Watch(options.limit):
