@@ -143,6 +143,8 @@ class Tiles:
         Only the fa2 forward pass, on a GPU that would else be idle in parts or of the family "few rows": how many
         thread blocks (pieces of work) share the keys of a block of rows, and how many keys each takes (the last
         one the rest).
+    threads : int
+        Of a block; 0: as many as its family always has.
 
     Examples
     --------
@@ -166,6 +168,7 @@ class Tiles:
     family: str = ""
     parts: int = 1
     part_keys: int = 0
+    threads: int = 0
 
     @cached_property
     def smem_bytes(self) -> int:

@@ -28,7 +28,7 @@ try:
 except ImportError:  # NumPy 1
     from numpy import byte_bounds  # type: ignore[attr-defined,no-redef]
 
-THREADS = 256
+THREADS = 256  # of a block, unless the plan says how many
 SIDE = 16  # threads of a row, in kernels that take rows one by one
 VECTOR_BYTES = 16
 DEPTHS = {SPLIT: 16, DOUBLE: 8}  # products that a tensor core sums at a time (DEPTH in mma/)
@@ -116,6 +116,7 @@ def constants(problem: Problem, tiles: Tiles, *, aligned: bool, side_dtypes: dic
     } | {
         "BR": tiles.br,
         "BC": tiles.bc,
+        "THREADS": tiles.threads or THREADS,
         "D": problem.d,
         "DV": problem.dv,
         "PAGE": problem.page,
@@ -202,7 +203,7 @@ class Launcher:
     def __init__(
         self, file: str, problem: Problem, tiles: Tiles, x: Operands, written: dict[str, Any], fixed: dict[str, int]
     ) -> None:
-        self.problem = problem
+        self.problem, self.threads = problem, tiles.threads or THREADS
         matrices = {name: getattr(x, name) for name in ("q", "k", "v", "o", "dout") if getattr(x, name) is not None}
         statistics = {name: getattr(x, name) for name in ("lse", "dlse") if getattr(x, name) is not None}
         for name, target in written.items():
@@ -369,11 +370,11 @@ class Launcher:
         if blocks > LARGEST_GRID:
             raise BackendError(f"{blocks} blocks of threads; one launch has at most {LARGEST_GRID}: split the batch")
         if blocks:
-            function(blocks, THREADS, words, smem_bytes)
+            function(blocks, self.threads, words, smem_bytes)
 
     def run_over(self, kernel: str, items: int, words: array[int], threads_each: int = 1) -> None:
         """Launch a kernel whose grid strides over ``items``, each of which takes some threads."""
-        self.run(kernel, min(blocks_of(items * threads_each, THREADS), MOST_STRIDING), words)
+        self.run(kernel, min(blocks_of(items * threads_each, self.threads), MOST_STRIDING), words)
 
 
 def mask_words(problem: Problem, mask: Any) -> list[int | np.ndarray]:
@@ -414,7 +415,7 @@ def side_gradients(problem: Problem, tiles: Tiles, x: Operands, grads: dict[str,
     """Write the gradients of sinks and bias, if asked for; return delta, which all backward kernels read."""
     kernels = launcher("side_gradients.cu", problem, tiles, x, {})
     delta = kernels.workspace(x.q.shape[0] * x.q.shape[1] * x.q.shape[2])
-    values = {"delta.data": delta.data.ptr, "blocks": blocks_of(problem.Tq * SIDE, THREADS)}
+    values = {"delta.data": delta.data.ptr, "blocks": blocks_of(problem.Tq * SIDE, kernels.threads)}
     if "sinks" in grads:
         values["dsinks"] = grads["sinks"].address
     if "bias" in grads:
@@ -422,7 +423,7 @@ def side_gradients(problem: Problem, tiles: Tiles, x: Operands, grads: dict[str,
     call = kernels.call(problem, x, values)
     kernels.run("row_deltas", values["blocks"] * problem.Hq * problem.B, call)
     if "sinks" in grads:
-        kernels.run("sink_gradient", problem.Hq, call, THREADS * 8)  # a float64 each
+        kernels.run("sink_gradient", problem.Hq, call, kernels.threads * 8)  # a float64 each
     if "bias" in grads:
         b, h, i, j = grads["bias"].view.shape
         tiles_of_bias = (1 if i == 1 else blocks_of(i, tiles.br)) * (1 if j == 1 else blocks_of(j, tiles.bc))
