@@ -145,7 +145,7 @@ __device__ __forceinline__ bool bit(const unsigned (&bits)[MT][BIT_WORDS], int m
 __device__ __forceinline__ void finish_scores(
     const Call& call, const Head& at, float (&S)[MT][NS][4], const Seen& seen, const Step& step, long long i0, long long j0)
 {
-    const int left = step.j + 2 * lane_t(), keys = seen.keys - left;  // seen from the lane's first column
+    const int left = step.j + 2 * (int)(once_more(threadIdx.x) % 4), keys = seen.keys - left;  // seen from the lane's first column
     const long long i_lane = i0 + ScoreTile::row(0), j_lane = j0 + 2 * lane_t();
     if constexpr (!PRODUCTS)
         for_each_number([&](int m, int n, int e, int r, int x) {
@@ -378,26 +378,25 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) fa2_forward(const __gri
     if (work.part < parts - 1)
         j_high = j_low + call.part_keys;
 
-    // In 32 bits from j_low on: blocks of keys, those from `whole` to `whole_end` seen by all rows; which keys the lane's first row sees
-    const int blocks = (int)((most(j_high - j_low, 0) + BC - 1) / BC), keys = narrowed(s.kv_length - j_low);
-    const int rows = narrowed(s.q_length - i0), lane_row = ScoreTile::row(0);
-    int whole = 0, whole_end = keys / BC;
+    // In 32 bits from j_low on: the keys that all rows see, and those that the lane's first row sees
+    const int keys = narrowed(s.kv_length - j_low), rows = narrowed(s.q_length - i0), lane_row = ScoreTile::row(0);
+    int whole = 0, whole_end = keys;
     Seen seen = {-FAR, FAR, keys};
     if constexpr (BAND) {
         const long long lower = i0 + s.offset + call.band_lower - j_low, upper = i0 + s.offset + call.band_upper + 1 - j_low;
-        whole = (narrowed(most(lower + least(BR, rows) - 1, 0)) + BC - 1) / BC;
-        whole_end = (int)least(whole_end, narrowed(most(upper, 0)) / BC);
+        whole = narrowed(lower + least(BR, rows) - 1);
+        whole_end = (int)least(keys, narrowed(upper));
         seen.first = narrowed(lower + lane_row);
         seen.end = narrowed(upper + lane_row);
     }
     if (BIAS && rows < BR)  // a bias has no other rows
         whole_end = 0;
-    auto step_at = [&](int n) { return Step{n * BC, n < 0 ? EMPTY : whole <= n && n < whole_end ? FULL : PARTIAL}; };
+    auto step_at = [&](int j) { return Step{j, j < 0 ? EMPTY : whole <= j && j + BC <= whole_end ? FULL : PARTIAL}; };
     auto step_from = [&](long long j) {
         const Block block = next_keys(call, at, i0, j, j_high);
         return Step{(int)(block.start - j_low), block.kind};
     };
-    Step step = SEARCHED ? step_from(j_low) : step_at(blocks - 1);
+    Step step = SEARCHED ? step_from(j_low) : step_at((int)((j_high - j_low + BC - 1) / BC - 1) * BC);
 
     const unsigned base = shared_address(on_chip);
     auto q_at = [&](unsigned thread) { return base + thread / WARP_SIZE * (16 * MT * COLUMNS_D * 2) + lane_rows<COLUMNS_D>(thread); };
@@ -445,7 +444,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) fa2_forward(const __gri
         const unsigned thread = once_more(threadIdx.x);
         products(S, Q, q_at(thread), base + K_AT + lane_columns<COLUMNS_D>(thread));
         finish_scores(call, at, S, seen, step, i0, j0);
-        const Step next = SEARCHED ? step_from(j0 + BC) : step_at(step.j / BC - 1);
+        const Step next = SEARCHED ? step_from(j0 + BC) : step_at(step.j - BC);
         await_groups<0>();
         __syncthreads();  // V_j is there, and no thread reads K_j any more
         const int moved = SEARCHED ? next.j - step.j : -BC;
