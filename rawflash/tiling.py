@@ -56,6 +56,18 @@ MMA_FORWARD = {
     128: ((128, 64), (128, 32), (64, 64), (64, 32)),
 }
 MMA_BACKWARD = {64: ((128, 128, 2), (64, 128, 2), (64, 64, 2), (64, 64, 1)), 128: ((64, 128, 2), (64, 64, 1))}
+# The same of cupy_raw's backward pass, by the wider one of the columns of Q and V
+MMA_KEYS = {
+    64: ((128, 128, 2), (64, 128, 2), (64, 64, 2), (64, 64, 1), (32, 32, 1)),
+    128: ((64, 128, 2), (64, 128, 1), (64, 64, 1), (32, 32, 1)),
+    192: ((64, 64, 2), (64, 64, 1), (32, 64, 1), (32, 32, 1)),
+    256: ((64, 64, 2), (64, 64, 1), (32, 32, 1)),
+}
+MMA_FEW_KEYS = (64, 64, 2)  # where blocks of 128 keys would leave multiprocessors idle
+MMA_FEW_BLOCKS = 4  # for each multiprocessor: with more, all of them are busy to the end
+MMA_FEW_KEYS_COST = 1.15  # of a number of keys in blocks of 64, in those in blocks of 128
+MMA_WIDEST = 256  # head dimension
+MMA_SUMS = 128  # columns of dK or dV of 16 keys that a warp has registers for; of more, another has the second half
 FEW = "few rows"  # family of numba_cpu's fa2 forward pass for few queries: one at a time, not one on each lane
 FEW_QUERIES = 8  # of a head; from 12 to 16 on, lanes full of queries are faster
 FEW_KEYS = 16  # rows of K or V that it may copy, to have whole vectors
@@ -240,6 +252,8 @@ def family_of(problem: Problem, chip: Chip, direction: str) -> str:
         return MMA if mma_takes(problem, direction) else SIMT
     if chip.family != TENSOR:
         return chip.family
+    if direction == "backward" and mma_takes_backward(problem):
+        return MMA
     return {"float32": SPLIT, "float64": DOUBLE}.get(problem.dtype, SIMT)
 
 
@@ -255,6 +269,17 @@ def mma_takes(problem: Problem, direction: str) -> bool:
         and MMA_SCALES[0] < problem.scale < MMA_SCALES[1]
         and all(option is None for option in options)
         and not (problem.alibi or problem.dropout or (direction == "backward" and problem.deterministic))
+    )
+
+
+def mma_takes_backward(problem: Problem) -> bool:
+    """Is this a problem for cupy_raw's mma/fa2_backward.cu?"""
+    return (
+        problem.algorithm == "fa2"
+        and problem.dtype in ("float16", "bfloat16")
+        and max(problem.d, problem.dv) <= MMA_WIDEST
+        and max(problem.Tq, problem.Tk) < MMA_LONGEST
+        and abs(problem.scale) < MMA_SCALES[1]
     )
 
 
@@ -519,6 +544,8 @@ def _flash(problem: Problem, chip: Chip, direction: str, order: str | None, bloc
     family = family_of(problem, chip, direction)
     if family == MMA and chip.family == HALVES and order == (IJ if direction == "forward" else JI) and blocks is None:
         return _mma(problem, chip, direction, order)
+    if family == MMA and chip.family == TENSOR and direction == "backward" and order == JI and blocks is None:
+        return _mma_backward(problem, chip)
     if chip.family == HALVES:
         chip, family = replace(chip, family=SIMT), SIMT
     if family in PIECES:
@@ -627,6 +654,64 @@ def _mma(problem: Problem, chip: Chip, direction: str, order: str) -> Tiles:
             if plan.smem_bytes <= room:
                 return plan
     return _flash(problem, replace(chip, family=SIMT), direction, order, None)
+
+
+def _mma_backward(problem: Problem, chip: Chip) -> Tiles:
+    """Those of cupy_raw: the fastest blocks that fit, or where none do, those of "simt"."""
+    limit, d, dv = _available(problem, chip), problem.d, problem.dv
+    to_d, to_dv = mma_pitch(d), mma_pitch(dv)
+    widest = max(to_d, to_dv)
+    sharing = -(-widest // MMA_SUMS)  # warps of the same 16 keys
+
+    def plan(br: int, bc: int, stages: int) -> Tiles:
+        factors = tuple(Tile(name, bc, mma_pitch(br), 2) for name in ("P", "dS")[2 - sharing :])
+        resident = (
+            Tile("K", bc, to_d, 2),
+            Tile("V", bc, to_dv, 2),
+            Tile("Q", stages * br, to_d, 2),
+            Tile("dO", stages * br, to_dv, 2),
+            *factors,
+            Tile("lse", stages * br, 1, 4),
+            Tile("delta", stages * br, 1, 4),
+            *((Tile("P", bc, br, 4, REGISTERS),) if sharing == 1 else ()),
+            Tile("dQ", br, d, 4, REGISTERS),
+            Tile("dK", bc, d, 4, REGISTERS),
+            Tile("dV", bc, dv, 4, REGISTERS),
+        )
+        threads = 2 * bc * sharing  # a warp for 16 keys
+        return Tiles(br, bc, resident, chip.name, limit, JI, family=MMA, threads=threads)
+
+    plans = [found for found in (plan(*shape) for shape in MMA_KEYS[widest]) if found.smem_bytes <= limit]
+    if not plans:
+        return _flash(problem, replace(chip, family=SIMT), "backward", JI, None)
+    fewer = plan(*MMA_FEW_KEYS)
+    if plans[0].bc > fewer.bc and fewer.smem_bytes <= limit and problem.sram is None:
+        whole, half = _last_end(problem, chip, plans[0].bc), _last_end(problem, chip, fewer.bc)
+        if MMA_FEW_KEYS_COST * half < whole:
+            return fewer
+    return plans[0]
+
+
+def _last_end(problem: Problem, chip: Chip, bc: int) -> int:
+    """When the last multiprocessor is done with blocks of ``bc`` keys, each with the rows that the band shows them.
+
+    In pairs of a row and a key; 0 where there are so many blocks that it does not matter.
+    """
+    processors, heads = chip.processors or 0, problem.B * problem.Hkv
+    blocks = -(-problem.Tk // bc) * heads
+    if not 0 < blocks <= MMA_FEW_BLOCKS * processors:
+        return 0
+    ends, last = [0] * processors, 0
+    lower, upper = problem.band.bounds()
+    offset = problem.Tk - problem.Tq
+    for j0 in range(0, problem.Tk, bc):
+        low = min(max(j0 - offset - upper, 0), problem.Tq)
+        high = min(max(j0 + bc - offset - lower, low), problem.Tq)
+        for _ in range(heads):
+            end = heapq.heappop(ends) + (high - low) * bc
+            heapq.heappush(ends, end)
+            last = max(last, end)
+    return last
 
 
 def _power(n: int) -> int:

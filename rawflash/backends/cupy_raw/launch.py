@@ -8,10 +8,12 @@ same from call to call. :class:`Launcher` keeps them, and puts in the addresses.
 from __future__ import annotations
 
 import ctypes
+import math
 import struct
 import threading
 from array import array
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -21,7 +23,8 @@ from rawflash.arrays import Target, capturing, hold, keep_for_graph
 from rawflash.backends.cupy_raw import compile
 from rawflash.errors import BackendError
 from rawflash.problem import FARTHEST, Operands, Problem
-from rawflash.tiling import DOUBLE, FEW_MMA, MMA_DEPTH, PIECES, SPLIT, Tiles, pitches
+from rawflash.hardware import chip_of
+from rawflash.tiling import DOUBLE, FEW_MMA, MMA, MMA_DEPTH, PIECES, SIMT, SPLIT, Tiles, pitches, plan_tiles
 
 try:
     from numpy.lib.array_utils import byte_bounds
@@ -29,6 +32,7 @@ except ImportError:  # NumPy 1
     from numpy import byte_bounds  # type: ignore[attr-defined,no-redef]
 
 THREADS = 256  # of a block, unless the plan says how many
+LOG2E = 1 / math.log(2)
 SIDE = 16  # threads of a row, in kernels that take rows one by one
 VECTOR_BYTES = 16
 DEPTHS = {SPLIT: 16, DOUBLE: 8}  # products that a tensor core sums at a time (DEPTH in mma/)
@@ -119,6 +123,7 @@ def constants(problem: Problem, tiles: Tiles, *, aligned: bool, side_dtypes: dic
         "THREADS": tiles.threads or THREADS,
         "D": problem.d,
         "DV": problem.dv,
+        "SMALL_SCALE": int(abs(problem.scale) * LOG2E <= 1),  # no finite product times both would overflow
         "PAGE": problem.page,
         "TABLE_BYTES": table_bytes,
         "HALVES": 1 if tiles.family == FEW_MMA and problem.group * problem.Tq <= MMA_DEPTH // 2 else 2,
@@ -413,6 +418,8 @@ def launcher(
 
 def side_gradients(problem: Problem, tiles: Tiles, x: Operands, grads: dict[str, Target]) -> Any:
     """Write the gradients of sinks and bias, if asked for; return delta, which all backward kernels read."""
+    if tiles.family == MMA and problem.backend == "cupy_raw":  # their tiles hold numbers of the compute dtype
+        tiles = _side_tiles(problem, x)
     kernels = launcher("side_gradients.cu", problem, tiles, x, {})
     delta = kernels.workspace(x.q.shape[0] * x.q.shape[1] * x.q.shape[2])
     values = {"delta.data": delta.data.ptr, "blocks": blocks_of(problem.Tq * SIDE, kernels.threads)}
@@ -429,6 +436,15 @@ def side_gradients(problem: Problem, tiles: Tiles, x: Operands, grads: dict[str,
         tiles_of_bias = (1 if i == 1 else blocks_of(i, tiles.br)) * (1 if j == 1 else blocks_of(j, tiles.bc))
         kernels.run("bias_gradient", b * h * tiles_of_bias, call, tiles.smem_bytes)
     return delta
+
+
+def _side_tiles(problem: Problem, x: Operands) -> Tiles:
+    """Those of the "simt" kernels, planned once for calls like this."""
+    made = x.memo.get("side tiles")
+    if made is None:
+        chip = replace(chip_of(problem.backend, x.device), family=SIMT)
+        made = x.memo["side tiles"] = plan_tiles(problem, chip, "backward")
+    return made
 
 
 def blocks_of(rows: int, size: int) -> int:

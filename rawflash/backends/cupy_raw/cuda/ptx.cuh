@@ -117,6 +117,14 @@ __device__ __forceinline__ void load_matrices_transposed(unsigned (&x)[4], unsig
                  : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3]) : "r"(from) : "memory");
 }
 
+// The smaller number; NaN where one is.
+__device__ __forceinline__ float least_or_nan(float x, float y)
+{
+    float least;
+    asm("min.NaN.f32 %0, %1, %2;" : "=f"(least) : "f"(x), "f"(y));
+    return least;
+}
+
 // Two bfloat16 in one register, x in the low half: rounded to nearest, or cut off.
 __device__ __forceinline__ unsigned bfloat16_pair(float x, float y)
 {
