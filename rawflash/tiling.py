@@ -55,19 +55,22 @@ MMA_FORWARD = {
     64: ((128, 128), (128, 64), (128, 32), (64, 64), (64, 32)),
     128: ((128, 64), (128, 32), (64, 64), (64, 32)),
 }
+# The same of cupy_raw, whose widths reach further
+RAW_FORWARD = MMA_FORWARD | {192: ((64, 64), (64, 32)), 256: ((64, 64), (64, 32))}
+RAW_THREADS = 128  # of a forward block
+RAW_MERGE = 640  # keys that a thread block could go through while parts are merged
 MMA_BACKWARD = {64: ((128, 128, 2), (64, 128, 2), (64, 64, 2), (64, 64, 1)), 128: ((64, 128, 2), (64, 64, 1))}
-# The same of cupy_raw's backward pass, by the wider one of the columns of Q and V
-MMA_KEYS = {
+RAW_BACKWARD = {
     64: ((128, 128, 2), (64, 128, 2), (64, 64, 2), (64, 64, 1), (32, 32, 1)),
     128: ((64, 128, 2), (64, 128, 1), (64, 64, 1), (32, 32, 1)),
     192: ((64, 64, 2), (64, 64, 1), (32, 64, 1), (32, 32, 1)),
     256: ((64, 64, 2), (64, 64, 1), (32, 32, 1)),
 }
-MMA_FEW_KEYS = (64, 64, 2)  # where blocks of 128 keys would leave multiprocessors idle
-MMA_FEW_BLOCKS = 4  # for each multiprocessor: with more, all of them are busy to the end
-MMA_FEW_KEYS_COST = 1.15  # of a number of keys in blocks of 64, in those in blocks of 128
-MMA_WIDEST = 256  # head dimension
-MMA_SUMS = 128  # columns of dK or dV of 16 keys that a warp has registers for; of more, another has the second half
+RAW_WIDEST = 256  # head dimension
+RAW_SUMS = 128  # columns of dK or dV of 16 keys that a warp has registers for; of more, another one has the second half
+RAW_FEW_KEYS = (64, 64, 2)  # where blocks of 128 keys would leave multiprocessors idle
+RAW_FEW_KEYS_COST = 1.15  # of a number of keys in blocks of 64, in those in blocks of 128
+RAW_FEW_BLOCKS = 4  # for each multiprocessor: with more, all of them are busy to the end
 FEW = "few rows"  # family of numba_cpu's fa2 forward pass for few queries: one at a time, not one on each lane
 FEW_QUERIES = 8  # of a head; from 12 to 16 on, lanes full of queries are faster
 FEW_KEYS = 16  # rows of K or V that it may copy, to have whole vectors
@@ -76,7 +79,7 @@ FEW_PART = 1024  # keys that a part of them has at least
 FEW_PIECES = 128  # parts of all K/V heads together: enough for threads to end together
 FEW_MMA = "few rows, mma"  # family of cupy_raw's fa2 forward pass for few queries in 16 bits (cuda/fa2_few_rows.cu)
 FEW_MMA_QUERIES = 16  # of a head
-FEW_MMA_KEYS = 1 << 30  # so that their numbers have 32 bits
+FEW_RAW_BACKWARD = 1 << 30  # so that their numbers have 32 bits
 FEW_MMA_WARPS = 8  # of a block of threads, of which a multiprocessor has one
 FEW_MMA_ROWS = 32  # of a block, where accumulators leave registers for more than one product's
 FEW_MMA_WIDE = 128  # head dimension up to which they do
@@ -252,7 +255,7 @@ def family_of(problem: Problem, chip: Chip, direction: str) -> str:
         return MMA if mma_takes(problem, direction) else SIMT
     if chip.family != TENSOR:
         return chip.family
-    if direction == "backward" and mma_takes_backward(problem):
+    if (raw_forward_takes if direction == "forward" else raw_backward_takes)(problem):
         return MMA
     return {"float32": SPLIT, "float64": DOUBLE}.get(problem.dtype, SIMT)
 
@@ -272,15 +275,18 @@ def mma_takes(problem: Problem, direction: str) -> bool:
     )
 
 
-def mma_takes_backward(problem: Problem) -> bool:
-    """Is this a problem for cupy_raw's mma/fa2_backward.cu?"""
+def raw_forward_takes(problem: Problem) -> bool:
+    """Is this a problem for cupy_raw's cuda/mma/fa2_forward.cu? Every option is."""
     return (
         problem.algorithm == "fa2"
         and problem.dtype in ("float16", "bfloat16")
-        and max(problem.d, problem.dv) <= MMA_WIDEST
         and max(problem.Tq, problem.Tk) < MMA_LONGEST
-        and abs(problem.scale) < MMA_SCALES[1]
     )
+
+
+def raw_backward_takes(problem: Problem) -> bool:
+    """The same of its cuda/mma/fa2_backward.cu."""
+    return raw_forward_takes(problem) and max(problem.d, problem.dv) <= RAW_WIDEST
 
 
 def mma_pitch(d: int) -> int:
@@ -377,7 +383,8 @@ def _share_out(problem: Problem, chip: Chip, tiles: Tiles) -> Tiles:
     """
     heads, rows = problem.B * problem.Hq, -(-problem.Tq // tiles.br)
     processors = chip.processors or 0
-    if tiles.family == MMA or not 0 < heads * rows <= 2 * processors:
+    merge = PART_MERGE if tiles.family != MMA else RAW_MERGE / tiles.bc
+    if (chip.family == HALVES and tiles.family == MMA) or not 0 < heads * rows <= 2 * processors:
         return tiles
     ranges = key_ranges(problem, tiles.br, tiles.bc, problem.Tq, problem.Tk, problem.Tk - problem.Tq)
     steps = [max(-(-(high - low) // tiles.bc), 0) for low, high in ranges]
@@ -395,7 +402,7 @@ def _share_out(problem: Problem, chip: Chip, tiles: Tiles) -> Tiles:
         size = -(-longest // parts)
         if size < PART_STEPS:
             break
-        cost = takes(size) + PART_MERGE
+        cost = takes(size) + merge
         if cost < best:
             best, part = cost, size
     return replace(tiles, parts=-(-longest // part), part_keys=part * tiles.bc) if part else tiles
@@ -443,7 +450,7 @@ def few_mma_takes(problem: Problem, chip: Chip, direction: str) -> bool:
         (chip.family, problem.algorithm, direction) == (TENSOR, "fa2", "forward")
         and problem.dtype in ("float16", "bfloat16")
         and 0 < problem.Tq <= FEW_MMA_QUERIES
-        and problem.Tk <= FEW_MMA_KEYS
+        and problem.Tk <= FEW_RAW_BACKWARD
         and not problem.varlen
     )
 
@@ -544,12 +551,12 @@ def _flash(problem: Problem, chip: Chip, direction: str, order: str | None, bloc
     family = family_of(problem, chip, direction)
     if family == MMA and chip.family == HALVES and order == (IJ if direction == "forward" else JI) and blocks is None:
         return _mma(problem, chip, direction, order)
-    if family == MMA and chip.family == TENSOR and direction == "backward" and order == JI and blocks is None:
-        return _mma_backward(problem, chip)
     if chip.family == HALVES:
         chip, family = replace(chip, family=SIMT), SIMT
     if family in PIECES:
         return _pieces(problem, chip, direction, order)
+    if family == MMA and blocks is None:
+        return _raw_forward(problem, chip, order) if direction == "forward" else _raw_backward(problem, chip)
 
     def tiles_of(outer: int, inner: int, limit: int) -> Tiles:
         br, bc = (outer, inner) if order == IJ else (inner, outer)
@@ -656,12 +663,35 @@ def _mma(problem: Problem, chip: Chip, direction: str, order: str) -> Tiles:
     return _flash(problem, replace(chip, family=SIMT), direction, order, None)
 
 
-def _mma_backward(problem: Problem, chip: Chip) -> Tiles:
-    """Those of cupy_raw: the fastest blocks that fit, or where none do, those of "simt"."""
+def _raw_forward(problem: Problem, chip: Chip, order: str) -> Tiles:
+    """The fastest blocks of cupy_raw's forward pass that fit, or where none do, those of "simt"."""
+    limit, to_d, to_dv = _available(problem, chip), mma_pitch(problem.d), mma_pitch(problem.dv)
+
+    def tiles_of(br: int, bc: int) -> Tiles:
+        resident = (
+            Tile("Q or O", br, max(to_d, to_dv), 2),
+            Tile("K", bc, to_d, 2),
+            Tile("V", bc, to_dv, 2),
+            Tile("S", br, bc, 4, REGISTERS),
+            Tile("P", br, bc, 2, REGISTERS),
+            Tile("O", br, problem.dv, 4, REGISTERS),
+        )
+        return Tiles(br, bc, resident, chip.name, limit, order, family=MMA, threads=RAW_THREADS)
+
+    plans = [tiles_of(*shape) for shape in RAW_FORWARD[max(to_d, to_dv)]]
+    for room in (limit // 2, limit) if problem.sram is None else (limit,):
+        for plan in plans:
+            if plan.smem_bytes <= room:
+                return plan
+    return _flash(problem, replace(chip, family=SIMT), "forward", order, None)
+
+
+def _raw_backward(problem: Problem, chip: Chip) -> Tiles:
+    """The same of its backward pass. Blocks of 128 keys, or of 64 if then all multiprocessors are done earlier."""
     limit, d, dv = _available(problem, chip), problem.d, problem.dv
     to_d, to_dv = mma_pitch(d), mma_pitch(dv)
     widest = max(to_d, to_dv)
-    sharing = -(-widest // MMA_SUMS)  # warps of the same 16 keys
+    sharing = -(-widest // RAW_SUMS)  # warps of the same 16 keys
 
     def plan(br: int, bc: int, stages: int) -> Tiles:
         factors = tuple(Tile(name, bc, mma_pitch(br), 2) for name in ("P", "dS")[2 - sharing :])
@@ -681,13 +711,13 @@ def _mma_backward(problem: Problem, chip: Chip) -> Tiles:
         threads = 2 * bc * sharing  # a warp for 16 keys
         return Tiles(br, bc, resident, chip.name, limit, JI, family=MMA, threads=threads)
 
-    plans = [found for found in (plan(*shape) for shape in MMA_KEYS[widest]) if found.smem_bytes <= limit]
+    plans = [found for found in (plan(*shape) for shape in RAW_BACKWARD[widest]) if found.smem_bytes <= limit]
     if not plans:
         return _flash(problem, replace(chip, family=SIMT), "backward", JI, None)
-    fewer = plan(*MMA_FEW_KEYS)
+    fewer = plan(*RAW_FEW_KEYS)
     if plans[0].bc > fewer.bc and fewer.smem_bytes <= limit and problem.sram is None:
         whole, half = _last_end(problem, chip, plans[0].bc), _last_end(problem, chip, fewer.bc)
-        if MMA_FEW_KEYS_COST * half < whole:
+        if RAW_FEW_KEYS_COST * half < whole:
             return fewer
     return plans[0]
 
@@ -699,7 +729,7 @@ def _last_end(problem: Problem, chip: Chip, bc: int) -> int:
     """
     processors, heads = chip.processors or 0, problem.B * problem.Hkv
     blocks = -(-problem.Tk // bc) * heads
-    if not 0 < blocks <= MMA_FEW_BLOCKS * processors:
+    if not 0 < blocks <= RAW_FEW_BLOCKS * processors:
         return 0
     ends, last = [0] * processors, 0
     lower, upper = problem.band.bounds()

@@ -8,7 +8,6 @@ same from call to call. :class:`Launcher` keeps them, and puts in the addresses.
 from __future__ import annotations
 
 import ctypes
-import math
 import struct
 import threading
 from array import array
@@ -22,9 +21,9 @@ from rawflash import masks, philox
 from rawflash.arrays import Target, capturing, hold, keep_for_graph
 from rawflash.backends.cupy_raw import compile
 from rawflash.errors import BackendError
-from rawflash.problem import FARTHEST, Operands, Problem
 from rawflash.hardware import chip_of
-from rawflash.tiling import DOUBLE, FEW_MMA, MMA, MMA_DEPTH, PIECES, SIMT, SPLIT, Tiles, pitches, plan_tiles
+from rawflash.problem import FARTHEST, Operands, Problem
+from rawflash.tiling import DOUBLE, FEW_MMA, MMA, MMA_DEPTH, MMA_SCALES, PIECES, SIMT, SPLIT, Tiles, pitches, plan_tiles
 
 try:
     from numpy.lib.array_utils import byte_bounds
@@ -32,7 +31,6 @@ except ImportError:  # NumPy 1
     from numpy import byte_bounds  # type: ignore[attr-defined,no-redef]
 
 THREADS = 256  # of a block, unless the plan says how many
-LOG2E = 1 / math.log(2)
 SIDE = 16  # threads of a row, in kernels that take rows one by one
 VECTOR_BYTES = 16
 DEPTHS = {SPLIT: 16, DOUBLE: 8}  # products that a tensor core sums at a time (DEPTH in mma/)
@@ -43,6 +41,7 @@ SPARE = 256  # sets of counters that are made at a time: a graph of a model has 
 SWITCHES = ("PIECES", "SPLIT", "TYPE", "BIAS_TYPE", "SLOPE_TYPE", "SINK_TYPE", "ALIGNED", "PACKED", "BAND", "BIAS",
             "BIAS_OVER_ROWS", "BIAS_OVER_KEYS", "ALIBI", "SOFTCAP", "SINKS", "DROPOUT", "DLSE",
             "DETERMINISTIC")  # fmt: skip
+LN2 = 0.6931471805599453
 MASK_WORDS = 96  # operands and addresses of a mask object that a call has room for
 TYPES = {"float16": "FLOAT16", "bfloat16": "BFLOAT16", "float32": "FLOAT32", "float64": "FLOAT64"}
 
@@ -123,10 +122,11 @@ def constants(problem: Problem, tiles: Tiles, *, aligned: bool, side_dtypes: dic
         "THREADS": tiles.threads or THREADS,
         "D": problem.d,
         "DV": problem.dv,
-        "SMALL_SCALE": int(abs(problem.scale) * LOG2E <= 1),  # no finite product times both would overflow
         "PAGE": problem.page,
         "TABLE_BYTES": table_bytes,
         "HALVES": 1 if tiles.family == FEW_MMA and problem.group * problem.Tq <= MMA_DEPTH // 2 else 2,
+        # So that a score is finite in powers of two where it is in powers of e
+        "SCALE_LATER": int(MMA_SCALES[0] < problem.scale <= LN2),
         "DEPTH_D": blocks_of(problem.d, depth) * depth,
         "DEPTH_V": blocks_of(problem.dv, depth) * depth,
         "PITCH_D": to_d,

@@ -49,7 +49,7 @@ constexpr unsigned TILE_ALIGNMENT = 1024;
 // Scores without options become powers of two in one multiply-add. Others are in natural units, and the difference to lse comes first: a large
 // one times log2(e) could overflow.
 constexpr bool IN_SUMS = PLAIN && !DROPOUT;
-constexpr bool POWERS = IN_SUMS && SMALL_SCALE;
+constexpr bool POWERS = IN_SUMS && SCALE_LATER;
 
 // A warp's part of Br in S and dP, and how many of those rows are there at once where options make their code long.
 constexpr int WARP_PART = BR / SHARING, AT_ONCE = WARP_PART < 32 ? WARP_PART : 32;
