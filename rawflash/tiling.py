@@ -703,6 +703,7 @@ def _raw_backward(problem: Problem, chip: Chip) -> Tiles:
             *factors,
             Tile("lse", stages * br, 1, 4),
             Tile("delta", stages * br, 1, 4),
+            Tile("rows", 16, 1, 4),  # which of them see the keys
             *((Tile("P", bc, br, 4, REGISTERS),) if sharing == 1 else ()),
             Tile("dQ", br, d, 4, REGISTERS),
             Tile("dK", bc, d, 4, REGISTERS),

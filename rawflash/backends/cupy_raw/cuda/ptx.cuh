@@ -64,6 +64,21 @@ __device__ __forceinline__ long long in_register(long long x)
     return x;
 }
 
+// The same number, as if it were another one each time: what follows from it is computed where it is used, and has not to stay in registers.
+__device__ __forceinline__ unsigned renewed(unsigned x)
+{
+    asm volatile("" : "+r"(x));
+    return x;
+}
+
+// blockIdx.x, asked for again: for what is needed at the end of a kernel only.
+__device__ __forceinline__ unsigned block_index_again()
+{
+    unsigned x;
+    asm volatile("mov.u32 %0, %%ctaid.x;" : "=r"(x));
+    return x;
+}
+
 // What the counter was; then it is one more, or 0 after `most`. Whoever sees this count sees all that was written before it: by this thread,
 // and by those that waited at a barrier with it.
 __device__ __forceinline__ unsigned count_and_see(unsigned* counter, unsigned most)

@@ -39,7 +39,8 @@ constexpr int FACTOR = BC * COLUMNS_S * 2, FACTORS = SHARING * FACTOR;  // dS^T,
 constexpr int STATISTICS = 2 * BR * (int)sizeof(float);                 // lse, delta of a step
 constexpr int STAGES = (TILE_BYTES - PASSING - FACTORS) / (STAGE + STATISTICS);
 constexpr int FACTORS_AT = PASSING + STAGES * STAGE, DS_AT = FACTORS_AT + FACTORS - FACTOR, STATISTICS_AT = FACTORS_AT + FACTORS;
-static_assert(STATISTICS_AT + STAGES * STATISTICS == TILE_BYTES && (STAGES == 1 || STAGES == 2), "the plan's tiles");
+constexpr int ROWS_AT = STATISTICS_AT + STAGES * STATISTICS, ROWS_BYTES = 64;
+static_assert(ROWS_AT + ROWS_BYTES == TILE_BYTES && (STAGES == 1 || STAGES == 2), "the plan's tiles");
 static_assert(WARPS == KEY_WARPS * SHARING && (SHARING == 1 || SHARING == 2) && BR % 32 == 0, "whole pieces");
 static_assert(THREADS >= 2 * BR, "a thread has one number of lse or delta");
 
@@ -52,7 +53,7 @@ constexpr bool IN_SUMS = PLAIN && !DROPOUT;
 constexpr bool POWERS = IN_SUMS && SCALE_LATER;
 
 // A warp's part of Br in S and dP, and how many of those rows are there at once where options make their code long.
-constexpr int WARP_PART = BR / SHARING, AT_ONCE = WARP_PART < 32 ? WARP_PART : 32;
+constexpr int WARP_PART = BR / SHARING, MOST = WARP_PART < 64 ? WARP_PART : 64, AT_ONCE = 16;
 
 // A warp's part of the columns of dK, dV or fa2_backward_queries' dQ: pieces of sixteen.
 template <int N> struct Part {
@@ -289,6 +290,7 @@ __device__ __forceinline__ void score_gradients(
         auto hides = [&](int n, int e) { return LOOK ? (hidden >> (4 * n + e) % 32 & 1) != 0 : tile.seen.hides(n, e, x); };
         probabilities(P, tile.scale, lse, partial, hides);
         take(P);
+        __syncwarp();  // else the compiler begins the next product early, for which there are no registers
         row_products<DV, ROWS>(dS, tile.own_v, dv, first);
         gradients_of_scores(dS, P, delta, partial, hides);
     } else {
@@ -322,12 +324,14 @@ constexpr bool VECTOR_ADDS = true;  // lane n holds the numbers 4 n, ...
 constexpr bool VECTOR_ADDS = false;  // lane n holds n, 32 + n, ...
 #endif
 
-// Sixteen rows of sequence s and head h, the n-th such: their first piece. Packed sequences begin at a multiple of sixteen rows of their own.
-__device__ __forceinline__ float* pieces_of(const Call& call, const Sequence& s, long long h, long long n)
+// The first of all sixteen rows of a sequence. Packed ones begin at a multiple of sixteen rows of their own.
+__device__ __forceinline__ long long first_sixteen(const Sequence& s) { return PACKED ? s.q_start / 16 + s.b : 0; }
+
+// The first piece of the n-th sixteen rows of a head.
+__device__ __forceinline__ float* pieces_of(const Call& call, long long slot, long long h, long long n)
 {
     const long long each = PACKED ? call.rows_q / 16 + call.B + 1 : (call.rows_q + 15) / 16;
-    const long long first = PACKED ? s.q_start / 16 + s.b : 0;
-    return call.sums + ((s.slot * call.Hq + h) * each + first + n) * (ROW_PIECES * PIECE);
+    return call.sums + ((slot * call.Hq + h) * each + n) * (ROW_PIECES * PIECE);
 }
 
 __device__ __forceinline__ void add_piece(float* piece, const float (&x)[4])
@@ -424,6 +428,32 @@ __device__ __forceinline__ void store_own(
     write_rows<16 / SHARING, N>(own + first * ROW_BYTES, [&](int n) { return first + n < exist ? to + (first + n) * stride : nullptr; });
 }
 
+// The rows that see a block of keys, counted from i_low on, or i_first in the arrays: `steps` blocks of Br of each head up to h_end, of which
+// those from `whole` to `whole_end` see all keys; the n-th key is seen from row low + n on, before high + n. Block-uniform numbers that every
+// step asks for: they lie in on-chip memory, as registers are scarce.
+struct Rows {
+    long long i_first, sixteens;
+    unsigned slot;
+    int h_end, steps, count, whole, whole_end, low, high, keys;
+};
+static_assert(sizeof(Rows) <= ROWS_BYTES, "they have room");
+
+struct KeyBlock {
+    Sequence s;
+    long long h_kv, j0, end;  // end: of the keys that get gradients
+};
+
+__device__ __forceinline__ KeyBlock key_block(const Call& call, unsigned block)
+{
+    const unsigned blocks = (unsigned)call.blocks, bh = block / blocks, b = bh / (unsigned)call.Hkv;
+    KeyBlock keys;
+    keys.s = sequence(call, b);
+    keys.h_kv = bh - b * (unsigned)call.Hkv;
+    keys.j0 = (long long)(block - bh * blocks) * BC;
+    keys.end = PACKED ? keys.s.kv_length : call.Tk;
+    return keys;
+}
+
 // dV += P^T dO and dK += dS^T Q for ROWS rows of Q, from row `first` of the block on; or P^T and dS^T for them, where two warps share the sums.
 template <int ROWS, bool LOOK>
 __device__ __forceinline__ void add_rows(
@@ -451,154 +481,163 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) fa2_backward_keys(
     extern __shared__ __align__(TILE_ALIGNMENT) unsigned char on_chip[];
     const unsigned base = shared_address(on_chip);
 
-    const unsigned blocks = (unsigned)call.blocks, bh = blockIdx.x / blocks, b = bh / (unsigned)call.Hkv;
-    const Sequence s = sequence(call, b);
-    const long long h_kv = bh - b * (unsigned)call.Hkv;
-    const int group = (unsigned)call.Hq / (unsigned)call.Hkv;
-    const long long h_first = h_kv * group, j0 = (long long)(blockIdx.x - bh * blocks) * BC;
-    const long long keys_end = PACKED ? s.kv_length : call.Tk;
-    if (j0 >= keys_end)
+    const KeyBlock keys = key_block(call, blockIdx.x);
+    const Sequence& s = keys.s;
+    const long long h_kv = keys.h_kv, j0 = keys.j0;
+    const int group = (unsigned)call.Hq / (unsigned)call.Hkv, h_first = (int)h_kv * group;
+    if (j0 >= keys.end)
         return;
 
-    // Blocks of rows, counted from i_low on: `steps` of each head may see these keys, those from `whole` to `whole_end` see all of them.
     long long i_low, i_high;
     row_range(call, s, j0, i_low, i_high);
-    const int steps = (int)((most(i_high - i_low, 0) + BR - 1) / BR), rows = narrow_far(s.q_length - i_low);
-    int whole = 0, whole_end = steps;
-    const int y = 16 * own_warp() + lane_g();
-    Seen seen = {0, 0, rows, narrow_far(s.kv_length - j0 - y)};
-    if constexpr (BAND) {
-        const long long low = j0 - s.offset - call.band_upper - i_low, high = j0 - s.offset - call.band_lower + 1 - i_low;
-        whole = (narrow_far(low + BC - 1) + BR - 1) / BR;
-        if (rows > high)
-            whole_end = (int)clamp(high, 0, FAR) / BR;
-        seen.first = narrow_far(low + y);
-        seen.end = narrow_far(high + y);
+    Rows first_rows;
+    {
+        Rows& r = first_rows;
+        r.i_first = s.q_start + i_low;
+        r.sixteens = first_sixteen(s) + i_low / 16;
+        r.slot = (unsigned)s.slot;
+        r.h_end = h_first + group;
+        r.steps = (int)((most(i_high - i_low, 0) + BR - 1) / BR);
+        r.count = narrow_far(s.q_length - i_low);
+        r.whole = r.low = 0;
+        r.whole_end = r.steps;
+        r.high = FAR;
+        r.keys = narrow_far(s.kv_length - j0);
+        if constexpr (BAND) {
+            const long long low = j0 - s.offset - call.band_upper - i_low, high = j0 - s.offset - call.band_lower + 1 - i_low;
+            r.whole = (narrow_far(low + BC - 1) + BR - 1) / BR;
+            if (r.count > high)
+                r.whole_end = (int)clamp(high, 0, FAR) / BR;
+            r.low = narrow_far(low);
+            r.high = narrow_far(high);
+        }
+        if (!IN_SUMS && r.count / BR < r.whole_end)  // options are not asked about rows of padding
+            r.whole_end = r.count / BR;
+        if (r.keys < BC)
+            r.whole_end = 0;
     }
-    if (!IN_SUMS && rows / BR < whole_end)  // options are not asked about rows of padding
-        whole_end = rows / BR;
-    if (j0 + BC > s.kv_length)
-        whole_end = 0;
+    Rows* const kept_rows = (Rows*)(on_chip + ROWS_AT);
+    if (threadIdx.x == 0)
+        *kept_rows = first_rows;
 
     // The first step from here on
-    auto step_from = [&](int m, int h) -> Walk {
+    auto step_from = [&](const Rows& r, int m, int h) -> Walk {
 #if HAS_MASK
-        for (; h < group; h++, m = 0)
-            for (; m < steps; m++) {
-                const int kind = tile_kind(call, head(call, s, h_first + h, h_kv), i_low + (long long)m * BR, j0);
+        for (; h < r.h_end; h++, m = 0)
+            for (; m < r.steps; m++) {
+                const int kind = tile_kind(call, head(call, s, h, h_kv), i_low + (long long)m * BR, j0);
                 if (kind != EMPTY)
                     return {m, h, kind};
             }
-        return {0, group, EMPTY};
+        return {0, r.h_end, EMPTY};
 #else
-        if (m >= steps) {
+        if (m >= r.steps) {
             m = 0;
-            h = steps > 0 ? h + 1 : group;
+            h = r.steps > 0 ? h + 1 : r.h_end;
         }
-        return {m, h, m >= whole && m < whole_end ? FULL : PARTIAL};
+        return {m, h, m >= r.whole && m < r.whole_end ? FULL : PARTIAL};
 #endif
     };
-
-    const long long i_copied = s.q_start + i_low + copied_row();
-    const elem* const Q = row_of(call.q, s.slot, h_first, i_copied) + CHUNK_HALVES * copied_chunk();
-    const elem* const dO = row_of(call.dout, s.slot, h_first, i_copied) + CHUNK_HALVES * copied_chunk();
-    auto load_rows = [&](unsigned tile, const Walk& to) {
-        const long long i = (long long)to.m * BR;
-        const int left = rows - to.m * BR - copied_row();
-        const elem* const q = Q + to.h * call.q.head + i * call.q.row;
-        const elem* const dout = dO + to.h * call.dout.head + i * call.dout.row;
+    auto load_rows = [&](const Rows& r, unsigned tile, const Walk& to) {
+        const long long i = r.i_first + (long long)to.m * BR + copied_row();
+        const int left = r.count - to.m * BR - copied_row();
+        const elem* const q = row_of(call.q, r.slot, to.h, i) + CHUNK_HALVES * copied_chunk();
+        const elem* const dout = row_of(call.dout, r.slot, to.h, i) + CHUNK_HALVES * copied_chunk();
         load_halves<BR, D, false>(tile, [&](int n, bool& exists) { return (exists = n < left) ? q + n * call.q.row : call.q.data; });
         load_halves<BR, DV, false>(
             tile + PASSING_V, [&](int n, bool& exists) { return (exists = n < left) ? dout + n * call.dout.row : call.dout.data; });
     };
     // This thread's number of a step's lse or delta
-    auto statistic = [&](const Walk& to) {
-        const int i = to.m * BR + (int)threadIdx.x % BR;
-        const bool of_lse = threadIdx.x < BR;
-        float x = of_lse ? INFINITE : 0;
-        if (threadIdx.x < 2 * BR && i < rows) {
-            const Statistic& from = of_lse ? call.lse : call.delta;
-            x = *row_of(from, s.slot, h_first + to.h, s.q_start + i_low + i);
-            if (of_lse)
-                x = shift_of(x);
-        }
-        return x;
+    const bool has_lse = threadIdx.x < BR;
+    auto statistic = [&](const Rows& r, const Walk& to) {
+        const int m = to.m * BR + threadIdx.x % BR;
+        const long long i = r.i_first + m, h = to.h;
+        if (threadIdx.x < 2 * BR && m < r.count)
+            return *(has_lse ? row_of(call.lse, r.slot, h, i) : row_of(call.delta, r.slot, h, i));
+        return has_lse ? INFINITE : 0;
     };
     float* const statistics = (float*)(on_chip + STATISTICS_AT);
     auto put_statistic = [&](int stage, float x) {
         if (threadIdx.x < 2 * BR)
-            statistics[stage * (2 * BR) + threadIdx.x] = x;
+            statistics[stage * (2 * BR) + threadIdx.x] = has_lse ? shift_of(x) : x;
     };
 
     float dK[1][2 * Part<D>::COUNT][4], dV[1][2 * Part<DV>::COUNT][4];
     clear(dK[0]);
     clear(dV[0]);
-    Walk step = step_from(0, 0);
+    Walk step = step_from(first_rows, 0, h_first);
+    bool more = step.h < first_rows.h_end;
 
     // Load K_j, V_j and the first Q_i, dO_i
-    if (step.h < group) {
+    if (more) {
         const long long j_copied = s.k_start + j0 + copied_row();
         const int left = narrow_far(s.kv_length - j0 - copied_row());
         const elem* const K = row_of(call.k, s.slot, h_kv, j_copied) + CHUNK_HALVES * copied_chunk();
         const elem* const V = row_of(call.v, s.slot, h_kv, j_copied) + CHUNK_HALVES * copied_chunk();
         load_halves<BC, D, false>(base, [&](int n, bool& exists) { return (exists = n < left) ? K + n * call.k.row : call.k.data; });
         load_halves<BC, DV, false>(base + OWN_V, [&](int n, bool& exists) { return (exists = n < left) ? V + n * call.v.row : call.v.data; });
-        load_rows(base + PASSING, step);
-        put_statistic(0, statistic(step));
+        load_rows(first_rows, base + PASSING, step);
+        put_statistic(0, statistic(first_rows, step));
     }
     commit_group();
-    const unsigned own_K = base + 16 * own_warp() * (COLUMNS_D * 2) + lane_rows<COLUMNS_D>();
-    const unsigned own_V = base + OWN_V + 16 * own_warp() * (COLUMNS_V * 2) + lane_rows<COLUMNS_V>();
     const float scale = POWERS ? float(call.scale) * LOG2E : float(call.scale);
 
     int stage = 0;
-    while (step.h < group) {
-        const Walk next = step_from(step.m + 1, step.h);
-        const unsigned Q_i = base + PASSING + stage * STAGE, dO_i = Q_i + PASSING_V;
+    while (more) {
+        const unsigned tiles = renewed(base), Q_i = tiles + PASSING + stage * STAGE, dO_i = Q_i + PASSING_V;
+        const unsigned own_K = tiles + 16 * own_warp() * (COLUMNS_D * 2) + lane_rows<COLUMNS_D>();
+        const unsigned own_V = tiles + OWN_V + 16 * own_warp() * (COLUMNS_V * 2) + lane_rows<COLUMNS_V>();
         const int next_stage = STAGES == 2 ? stage ^ 1 : 0;
         await_groups<0>();
         __syncthreads();  // Q_i and dO_i are there; no thread reads those of the step before, and its dS
+        const Rows& r = *kept_rows;
+        const Walk next = step_from(r, step.m + 1, step.h);
+        more = next.h < r.h_end;
         if constexpr (STAGES == 2) {
-            if (next.h < group)
-                load_rows(base + PASSING + next_stage * STAGE, next);
+            if (more)
+                load_rows(r, tiles + PASSING + next_stage * STAGE, next);
             commit_group();
         }
-        const float next_statistic = next.h < group ? statistic(next) : 0;  // asked for now, and put where it belongs later
+        const float next_statistic = more ? statistic(r, next) : 0;  // asked for now, and put where it belongs later
 
         // S^T = K Q^T, dP^T = V dO^T; P = exp(S - lse), dS = P (dP - delta)
         // dV += P^T dO, dK += dS^T Q
-        const Head at = head(call, s, h_first + step.h, h_kv);
+        const Head at = head(call, s, step.h, h_kv);
+        const int y = 16 * own_warp() + lane_g();
+        const Seen seen = {r.low + y, r.high + y, FAR, r.keys - y};  // rows of padding have P = 0 by their lse
         const Tile tile = {step.kind, step.m, seen, j0 + y, i_low, own_K, own_V, Q_i, dO_i, scale};
         const float* const lse = statistics + stage * (2 * BR);
         const int first = part_of_warp() * WARP_PART;
         const bool at_once = IN_SUMS && (!HAS_MASK || step.kind == FULL);
         if constexpr (IN_SUMS)
             if (at_once)
-                add_rows<WARP_PART, false>(call, at, tile, base, lse, first, dK[0], dV[0]);
+#pragma unroll 1
+                for (int n = 0; n < WARP_PART; n += MOST)
+                    add_rows<MOST, false>(call, at, tile, tiles, lse, first + n, dK[0], dV[0]);
         if constexpr (HAS_MASK || !IN_SUMS)
             if (!at_once)
 #pragma unroll 1
                 for (int n = 0; n < WARP_PART; n += AT_ONCE)
-                    add_rows<AT_ONCE, true>(call, at, tile, base, lse, first + n, dK[0], dV[0]);
+                    add_rows<AT_ONCE, true>(call, at, tile, tiles, lse, first + n, dK[0], dV[0]);
         if constexpr (SHARING == 2) {
             __syncthreads();  // P and dS are there
-            const unsigned own_factors = base + 16 * own_warp() * (COLUMNS_S * 2) + lane_rows<COLUMNS_S>();
+            const unsigned own_factors = tiles + 16 * own_warp() * (COLUMNS_S * 2) + lane_rows<COLUMNS_S>();
             add_product<DV, BR>(dV[0], PassedOperand{own_factors + FACTORS_AT}, dO_i + lane_rows<COLUMNS_V>(), 0);
             add_product<D, BR>(dK[0], PassedOperand{own_factors + DS_AT}, Q_i + lane_rows<COLUMNS_D>(), 0);
         }
         if constexpr (STAGES == 1 || (SHARING == 1 && !DETERMINISTIC))
             __syncthreads();  // dS is there, and no thread reads Q_i and dO_i any more
-        if (next.h < group)
+        if (more)
             put_statistic(next_stage, next_statistic);
         if constexpr (STAGES == 1) {
-            if (next.h < group)
-                load_rows(base + PASSING, next);
+            if (more)
+                load_rows(r, tiles + PASSING, next);
             commit_group();
         }
 
         // dQ_i += dS K
         if constexpr (!DETERMINISTIC)
-            add_queries(pieces_of(call, s, at.h, i_low / 16 + (long long)step.m * (BR / 16)), base, rows - step.m * BR);
+            add_queries(pieces_of(call, r.slot, step.h, r.sixteens + step.m * (BR / 16)), tiles, r.count - step.m * BR);
         step = next;
         stage = next_stage;
     }
@@ -606,9 +645,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) fa2_backward_keys(
     __syncthreads();  // no thread reads K_j and V_j any more
 
     // Write dK_j, dV_j
-    const int full = narrow_far(s.kv_length - j0), exist = narrow_far(keys_end - j0);
-    store_own<D>(dK, float(call.scale), base, row_of(call.dk, s.slot, h_kv, s.k_start + j0), call.dk.row, full, exist);
-    store_own<DV>(dV, 1, base + OWN_V, row_of(call.dv, s.slot, h_kv, s.k_start + j0), call.dv.row, full, exist);
+    const KeyBlock own = key_block(call, block_index_again());
+    const int full = narrow_far(own.s.kv_length - own.j0), exist = narrow_far(own.end - own.j0);
+    const long long row = own.s.k_start + own.j0;
+    store_own<D>(dK, float(call.scale), base, row_of(call.dk, own.s.slot, own.h_kv, row), call.dk.row, full, exist);
+    store_own<DV>(dV, 1, base + OWN_V, row_of(call.dv, own.s.slot, own.h_kv, row), call.dv.row, full, exist);
 }
 
 #if DETERMINISTIC
@@ -728,7 +769,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) fa2_backward_queri
         const bool at_once = IN_SUMS && (!HAS_MASK || step.kind == FULL);
         if constexpr (IN_SUMS)
             if (at_once)
-                add_keys<WARP_PART, false>(call, at, tile, base, lse, delta, first, dQ[0]);
+#pragma unroll 1
+                for (int n = 0; n < WARP_PART; n += MOST)
+                    add_keys<MOST, false>(call, at, tile, base, lse, delta, first + n, dQ[0]);
         if constexpr (HAS_MASK || !IN_SUMS)
             if (!at_once)
 #pragma unroll 1
@@ -767,7 +810,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) fa2_backward_finish(const 
     const Sequence s = sequence(call, b);
     const long long h = bh - b * (unsigned)call.Hq, i0 = (long long)(blockIdx.x - bh * blocks) * BR;
     const int left = narrow_far((PACKED ? s.q_length : call.Tq) - i0), full = narrow_far(s.q_length - i0);
-    const float* const sums = pieces_of(call, s, h, i0 / 16);
+    const float* const sums = pieces_of(call, s.slot, h, first_sixteen(s) + i0 / 16);
     const float scale = float(call.scale);
     for (int n = threadIdx.x; n < BR / 2 * ROW_PIECES; n += THREADS) {
         const int piece = n % ROW_PIECES, row = n / ROW_PIECES / 8 * 16 + n / ROW_PIECES % 8;
