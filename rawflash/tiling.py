@@ -60,6 +60,17 @@ RAW_FORWARD = MMA_FORWARD | {192: ((64, 64), (64, 32)), 256: ((64, 64), (64, 32)
 RAW_THREADS = 128  # of a forward block
 RAW_MERGE = 640  # keys that a thread block could go through while parts are merged
 MMA_BACKWARD = {64: ((128, 128, 2), (64, 128, 2), (64, 64, 2), (64, 64, 1)), 128: ((64, 128, 2), (64, 64, 1))}
+RAW_BACKWARD = {
+    64: ((128, 128, 2), (64, 128, 2), (64, 64, 2), (64, 64, 1), (32, 32, 1)),
+    128: ((64, 128, 2), (64, 128, 1), (64, 64, 1), (32, 32, 1)),
+    192: ((64, 64, 2), (64, 64, 1), (32, 64, 1), (32, 32, 1)),
+    256: ((64, 64, 2), (64, 64, 1), (32, 32, 1)),
+}
+RAW_WIDEST = 256  # head dimension
+RAW_SUMS = 128  # columns of dK or dV of 16 keys that a warp has registers for; of more, another one has the second half
+RAW_FEW_KEYS = (64, 64, 2)  # where blocks of 128 keys would leave multiprocessors idle
+RAW_FEW_KEYS_COST = 1.15  # of a number of keys in blocks of 64, in those in blocks of 128
+RAW_FEW_BLOCKS = 4  # for each multiprocessor: with more, all of them are busy to the end
 FEW = "few rows"  # family of numba_cpu's fa2 forward pass for few queries: one at a time, not one on each lane
 FEW_QUERIES = 8  # of a head; from 12 to 16 on, lanes full of queries are faster
 FEW_KEYS = 16  # rows of K or V that it may copy, to have whole vectors
@@ -68,7 +79,7 @@ FEW_PART = 1024  # keys that a part of them has at least
 FEW_PIECES = 128  # parts of all K/V heads together: enough for threads to end together
 FEW_MMA = "few rows, mma"  # family of cupy_raw's fa2 forward pass for few queries in 16 bits (cuda/fa2_few_rows.cu)
 FEW_MMA_QUERIES = 16  # of a head
-FEW_MMA_KEYS = 1 << 30  # so that their numbers have 32 bits
+FEW_RAW_BACKWARD = 1 << 30  # so that their numbers have 32 bits
 FEW_MMA_WARPS = 8  # of a block of threads, of which a multiprocessor has one
 FEW_MMA_ROWS = 32  # of a block, where accumulators leave registers for more than one product's
 FEW_MMA_WIDE = 128  # head dimension up to which they do
@@ -246,7 +257,7 @@ def family_of(problem: Problem, chip: Chip, direction: str) -> str:
         return MMA if mma_takes(problem, direction) else SIMT
     if chip.family != TENSOR:
         return chip.family
-    if direction == "forward" and raw_forward_takes(problem):
+    if (raw_forward_takes if direction == "forward" else raw_backward_takes)(problem):
         return MMA
     return {"float32": SPLIT, "float64": DOUBLE}.get(problem.dtype, SIMT)
 
@@ -273,6 +284,11 @@ def raw_forward_takes(problem: Problem) -> bool:
         and problem.dtype in ("float16", "bfloat16")
         and max(problem.Tq, problem.Tk) < MMA_LONGEST
     )
+
+
+def raw_backward_takes(problem: Problem) -> bool:
+    """The same of its cuda/mma/fa2_backward.cu."""
+    return raw_forward_takes(problem) and max(problem.d, problem.dv) <= RAW_WIDEST
 
 
 def mma_pitch(d: int) -> int:
@@ -436,7 +452,7 @@ def few_mma_takes(problem: Problem, chip: Chip, direction: str) -> bool:
         (chip.family, problem.algorithm, direction) == (TENSOR, "fa2", "forward")
         and problem.dtype in ("float16", "bfloat16")
         and 0 < problem.Tq <= FEW_MMA_QUERIES
-        and problem.Tk <= FEW_MMA_KEYS
+        and problem.Tk <= FEW_RAW_BACKWARD
         and not problem.varlen
     )
 
@@ -545,7 +561,7 @@ def _flash(problem: Problem, chip: Chip, direction: str, order: str | None, bloc
     if family in PIECES:
         return _pieces(problem, chip, direction, order)
     if family == MMA and blocks is None:
-        return _raw_forward(problem, chip, order)
+        return _raw_forward(problem, chip, order) if direction == "forward" else _raw_backward(problem, chip)
 
     def tiles_of(outer: int, inner: int, limit: int) -> Tiles:
         br, bc = (outer, inner) if order == IJ else (inner, outer)
@@ -673,6 +689,65 @@ def _raw_forward(problem: Problem, chip: Chip, order: str) -> Tiles:
             if plan.smem_bytes <= room:
                 return plan
     return _flash(problem, replace(chip, family=SIMT), "forward", order, None)
+
+
+def _raw_backward(problem: Problem, chip: Chip) -> Tiles:
+    """The same of its backward pass. Blocks of 128 keys, or of 64 if then all multiprocessors are done earlier."""
+    limit, d, dv = _available(problem, chip), problem.d, problem.dv
+    to_d, to_dv = mma_pitch(d), mma_pitch(dv)
+    widest = max(to_d, to_dv)
+    sharing = -(-widest // RAW_SUMS)  # warps of the same 16 keys
+
+    def plan(br: int, bc: int, stages: int) -> Tiles:
+        factors = tuple(Tile(name, bc, mma_pitch(br), 2) for name in ("P", "dS")[2 - sharing :])
+        resident = (
+            Tile("K", bc, to_d, 2),
+            Tile("V", bc, to_dv, 2),
+            Tile("Q", stages * br, to_d, 2),
+            Tile("dO", stages * br, to_dv, 2),
+            *factors,
+            Tile("lse", stages * br, 1, 4),
+            Tile("delta", stages * br, 1, 4),
+            Tile("rows", 16, 1, 4),  # which of them see the keys
+            *((Tile("P", bc, br, 4, REGISTERS),) if sharing == 1 else ()),
+            Tile("dQ", br, d, 4, REGISTERS),
+            Tile("dK", bc, d, 4, REGISTERS),
+            Tile("dV", bc, dv, 4, REGISTERS),
+        )
+        threads = 2 * bc * sharing  # a warp for 16 keys
+        return Tiles(br, bc, resident, chip.name, limit, JI, family=MMA, threads=threads)
+
+    plans = [found for found in (plan(*shape) for shape in RAW_BACKWARD[widest]) if found.smem_bytes <= limit]
+    if not plans:
+        return _flash(problem, replace(chip, family=SIMT), "backward", JI, None)
+    fewer = plan(*RAW_FEW_KEYS)
+    if plans[0].bc > fewer.bc and fewer.smem_bytes <= limit and problem.sram is None:
+        whole, half = _last_end(problem, chip, plans[0].bc), _last_end(problem, chip, fewer.bc)
+        if RAW_FEW_KEYS_COST * half < whole:
+            return fewer
+    return plans[0]
+
+
+def _last_end(problem: Problem, chip: Chip, bc: int) -> int:
+    """When the last multiprocessor is done with blocks of ``bc`` keys, each with the rows that the band shows them.
+
+    In pairs of a row and a key; 0 where there are so many blocks that it does not matter.
+    """
+    processors, heads = chip.processors or 0, problem.B * problem.Hkv
+    blocks = -(-problem.Tk // bc) * heads
+    if not 0 < blocks <= RAW_FEW_BLOCKS * processors:
+        return 0
+    ends, last = [0] * processors, 0
+    lower, upper = problem.band.bounds()
+    offset = problem.Tk - problem.Tq
+    for j0 in range(0, problem.Tk, bc):
+        low = min(max(j0 - offset - upper, 0), problem.Tq)
+        high = min(max(j0 + bc - offset - lower, low), problem.Tq)
+        for _ in range(heads):
+            end = heapq.heappop(ends) + (high - low) * bc
+            heapq.heappush(ends, end)
+            last = max(last, end)
+    return last
 
 
 def _power(n: int) -> int:

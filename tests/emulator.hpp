@@ -47,6 +47,7 @@ template <class T> inline T __ldg(const T* p) { return *p; }
 template <class T> inline T __ldcg(const T* p) { return *p; }
 inline long long in_register(long long x) { return x; }
 inline unsigned once_more(unsigned x) { return x; }
+inline unsigned block_index_again() { return blockIdx.x; }
 inline unsigned count_and_see(unsigned* p, unsigned most) { const unsigned x = *p; *p = x >= most ? 0 : x + 1; return x; }
 template <class T> inline void atomicAdd(T* p, T x) { *p += x; }
 inline void atomicAdd(float2* p, float2 x) { p->x += x.x, p->y += x.y; }
@@ -190,6 +191,8 @@ inline float exp2_approximately(float x)
     const float y = exp2f(x);
     return y < 1.17549435e-38f ? 0.0f : y;
 }
+
+inline float least_or_nan(float x, float y) { return x != x || y != y ? NAN : x < y ? x : y; }
 
 template <int BYTES, bool LINE = false> inline void copy_to_shared(void* to, const void* from, bool exists)
 {

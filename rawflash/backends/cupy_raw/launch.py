@@ -12,6 +12,7 @@ import struct
 import threading
 from array import array
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -20,8 +21,9 @@ from rawflash import masks, philox
 from rawflash.arrays import Target, capturing, hold, keep_for_graph
 from rawflash.backends.cupy_raw import compile
 from rawflash.errors import BackendError
+from rawflash.hardware import chip_of
 from rawflash.problem import FARTHEST, Operands, Problem
-from rawflash.tiling import DOUBLE, FEW_MMA, MMA_DEPTH, MMA_SCALES, PIECES, SPLIT, Tiles, pitches
+from rawflash.tiling import DOUBLE, FEW_MMA, MMA, MMA_DEPTH, MMA_SCALES, PIECES, SIMT, SPLIT, Tiles, pitches, plan_tiles
 
 try:
     from numpy.lib.array_utils import byte_bounds
@@ -416,6 +418,8 @@ def launcher(
 
 def side_gradients(problem: Problem, tiles: Tiles, x: Operands, grads: dict[str, Target]) -> Any:
     """Write the gradients of sinks and bias, if asked for; return delta, which all backward kernels read."""
+    if tiles.family == MMA and problem.backend == "cupy_raw":  # their tiles hold numbers of the compute dtype
+        tiles = _side_tiles(problem, x)
     kernels = launcher("side_gradients.cu", problem, tiles, x, {})
     delta = kernels.workspace(x.q.shape[0] * x.q.shape[1] * x.q.shape[2])
     values = {"delta.data": delta.data.ptr, "blocks": blocks_of(problem.Tq * SIDE, kernels.threads)}
@@ -432,6 +436,15 @@ def side_gradients(problem: Problem, tiles: Tiles, x: Operands, grads: dict[str,
         tiles_of_bias = (1 if i == 1 else blocks_of(i, tiles.br)) * (1 if j == 1 else blocks_of(j, tiles.bc))
         kernels.run("bias_gradient", b * h * tiles_of_bias, call, tiles.smem_bytes)
     return delta
+
+
+def _side_tiles(problem: Problem, x: Operands) -> Tiles:
+    """Those of the "simt" kernels, planned once for calls like this."""
+    made = x.memo.get("side tiles")
+    if made is None:
+        chip = replace(chip_of(problem.backend, x.device), family=SIMT)
+        made = x.memo["side tiles"] = plan_tiles(problem, chip, "backward")
+    return made
 
 
 def blocks_of(rows: int, size: int) -> int:

@@ -71,6 +71,14 @@ __device__ __forceinline__ unsigned once_more(unsigned x)
     return x;
 }
 
+// blockIdx.x, asked for again: for what is needed at the end of a kernel only.
+__device__ __forceinline__ unsigned block_index_again()
+{
+    unsigned x;
+    asm volatile("mov.u32 %0, %%ctaid.x;" : "=r"(x));
+    return x;
+}
+
 // What the counter was; then it is one more, or 0 after `most`. Whoever sees this count sees all that was written before it: by this thread,
 // and by those that waited at a barrier with it.
 __device__ __forceinline__ unsigned count_and_see(unsigned* counter, unsigned most)
@@ -122,6 +130,14 @@ __device__ __forceinline__ void load_matrices_transposed(unsigned (&x)[4], unsig
 {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3]) : "r"(from) : "memory");
+}
+
+// The smaller number; NaN where one is.
+__device__ __forceinline__ float least_or_nan(float x, float y)
+{
+    float least;
+    asm("min.NaN.f32 %0, %1, %2;" : "=f"(least) : "f"(x), "f"(y));
+    return least;
 }
 
 // Two bfloat16 in one register, x in the low half: rounded to nearest, or cut off.

@@ -132,30 +132,47 @@ template <int ROWS, int N, bool WHOLE, class From> __device__ __forceinline__ vo
     }
 }
 
-// X[m][n][e] are the numbers of 16-row piece m, columns 8 n, ..., that this lane holds of results of products. They go through the warp's own
-// rows of shared memory at `own`, which holds 16 M rows of line_columns(N) numbers, so that whole lines are written.
-// Row y is written to to(y), if there is one (nullptr: there is none), as X times factor[r] for its y = 8 r + lane_g(); as zeros where `empty`
-// says so, whatever its values are.
-template <int M, int N, class To>
-__device__ __forceinline__ void store_rows(
-    float (&X)[M][depth_columns(N) / 8][4], const float (&factor)[2 * M], const bool (&empty)[2 * M], unsigned own, const To& to)
+// Write eight numbers of a row that has N of them, from `column` on.
+template <int N> __device__ __forceinline__ void store_chunk(elem* row, int column, uint4 words)
 {
-    constexpr int COLUMNS = line_columns(N);
+    if constexpr (ALIGNED) {
+        *reinterpret_cast<uint4*>(row + column) = words;
+    } else {
+        const unsigned word[4] = {words.x, words.y, words.z, words.w};
+#pragma unroll
+        for (int e = 0; e < CHUNK_HALVES; e++)
+            if (column + e < N)
+                row[column + e] = (elem)(word[e / 2] >> 16 * (e % 2));
+    }
+}
+
+// X[m][n][e] are the numbers of 16-row piece m, columns 8 (chunk + n), ..., that this lane holds of results of products. They go to rows of
+// shared memory, at `own`, of COLUMNS numbers, as X times factor[r] for row y = 8 r + lane_g(); as zeros where `empty` says so, whatever the
+// values are.
+template <int COLUMNS, int M, int CHUNKS>
+__device__ __forceinline__ void put_rows(
+    const float (&X)[M][CHUNKS][4], const float (&factor)[2 * M], const bool (&empty)[2 * M], unsigned own, int chunk)
+{
 #pragma unroll
     for (int r = 0; r < 2 * M; r++)
 #pragma unroll
-        for (int n = 0; n < depth_columns(N) / 8; n++) {
+        for (int n = 0; n < CHUNKS; n++) {
             float x = X[r / 2][n][r % 2 * 2] * factor[r], y = X[r / 2][n][r % 2 * 2 + 1] * factor[r];
             if (empty[r])
                 x = y = 0;
-            store_shared(own + chunk_at<COLUMNS>(8 * r + lane_g(), n) + 4 * lane_t(), pair_of(x, y));
+            store_shared(own + chunk_at<COLUMNS>(8 * r + lane_g(), chunk + n) + 4 * lane_t(), pair_of(x, y));
         }
-    __syncwarp();
-    constexpr int ROWS = WARP_SIZE / LINE_CHUNKS;
+}
+
+// Rows of N numbers from shared memory to to(y), by a warp, in whole lines; nullptr: there is no such row.
+template <int ROWS, int N, class To> __device__ __forceinline__ void write_rows(unsigned own, const To& to)
+{
+    constexpr int COLUMNS = line_columns(N);
+    constexpr int STEP_ROWS = WARP_SIZE / LINE_CHUNKS;
     const unsigned thread = once_more(threadIdx.x);
     const int row = (int)(thread % WARP_SIZE) / LINE_CHUNKS, chunk = copied_chunk(thread);
 #pragma unroll 4
-    for (int n = 0; n < 16 * M; n += ROWS) {
+    for (int n = 0; n < ROWS; n += STEP_ROWS) {
         elem* const target = to(n + row);
         if (target == nullptr)
             continue;
@@ -165,15 +182,17 @@ __device__ __forceinline__ void store_rows(
             if (column >= N)
                 continue;
             const uint4 words = load_shared(own + chunk_at<COLUMNS>(n + row, x + chunk));
-            if constexpr (ALIGNED) {
-                *reinterpret_cast<uint4*>(target + column) = words;
-            } else {
-                const unsigned word[4] = {words.x, words.y, words.z, words.w};
-#pragma unroll
-                for (int e = 0; e < CHUNK_HALVES; e++)
-                    if (column + e < N)
-                        target[column + e] = (elem)(word[e / 2] >> 16 * (e % 2));
-            }
+            store_chunk<N>(target, column, words);
         }
     }
+}
+
+// Both, through the warp's own rows of line_columns(N) numbers.
+template <int M, int N, class To>
+__device__ __forceinline__ void store_rows(
+    float (&X)[M][depth_columns(N) / 8][4], const float (&factor)[2 * M], const bool (&empty)[2 * M], unsigned own, const To& to)
+{
+    put_rows<line_columns(N)>(X, factor, empty, own, 0);
+    __syncwarp();
+    write_rows<16 * M, N>(own, to);
 }
