@@ -11,14 +11,14 @@ import ctypes
 import struct
 import threading
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
 
 from rawflash import masks, philox
 from rawflash.arrays import Target, capturing, hold, keep_for_graph
-from rawflash.backends.cupy_raw import compile
+from rawflash.backends.cupy_raw import compile, tensor_map
 from rawflash.errors import BackendError
 from rawflash.problem import FARTHEST, Operands, Problem
 from rawflash.tiling import DOUBLE, FEW_MMA, MMA_DEPTH, PIECES, SPLIT, Tiles, pitches
@@ -34,6 +34,7 @@ VECTOR_BYTES = 16
 DEPTHS = {SPLIT: 16, DOUBLE: 8}  # products that a tensor core sums at a time (DEPTH in mma/)
 MOST_STRIDING = 4096  # blocks of a grid that strides
 LARGEST_GRID = 2**31 - 1
+MOST_MAPS = 64  # sets of tensor maps that a launcher keeps, by the addresses of the call
 SPARE = 256  # sets of counters that are made at a time: a graph of a model has a call for each layer
 # Constants that the text of a kernel is chosen by; the others are numbers in it.
 SWITCHES = ("PIECES", "SPLIT", "TYPE", "BIAS_TYPE", "SLOPE_TYPE", "SINK_TYPE", "ALIGNED", "PACKED", "BAND", "BIAS",
@@ -74,7 +75,7 @@ def _double(x: float) -> int:
 
 
 def constants(problem: Problem, tiles: Tiles, *, aligned: bool, side_dtypes: dict[str, str],
-              dlse: bool = False, table_bytes: int = 8) -> dict[str, Any]:  # fmt: skip
+              dlse: bool = False, table_bytes: int = 8, maps: int = 0) -> dict[str, Any]:  # fmt: skip
     """What the text of a kernel depends on, but for the mask: switches, types and numbers by name.
 
     Parameters
@@ -89,6 +90,8 @@ def constants(problem: Problem, tiles: Tiles, *, aligned: bool, side_dtypes: dic
         The backward pass was given dlse.
     table_bytes : int
         Of an entry of the block table.
+    maps : int
+        Tensor maps behind the words of a call.
     """
     item = np.dtype(problem.compute_dtype).itemsize
     depth = DEPTHS.get(tiles.family, VECTOR_BYTES // item)
@@ -128,6 +131,7 @@ def constants(problem: Problem, tiles: Tiles, *, aligned: bool, side_dtypes: dic
         "PITCH_S": to_bc,
         "TILE_BYTES": tiles.smem_bytes,
         "CALL_WORDS": len(FIELDS),
+        "MAPS": maps,
         "MASK_WORDS": MASK_WORDS,
     }
 
@@ -193,6 +197,8 @@ class Launcher:
         What the kernels write, by the name of its matrix or statistic in call.cuh.
     fixed : dict of str to int
         Further words that are the same for all calls.
+    boxes : sequence of tensor_map.Box
+        Matrices that the kernels copy by tensor maps: ``map[n]`` of their argument is the n-th.
 
     Notes
     -----
@@ -200,8 +206,9 @@ class Launcher:
     """
 
     def __init__(
-        self, file: str, problem: Problem, tiles: Tiles, x: Operands, written: dict[str, Any], fixed: dict[str, int]
-    ) -> None:
+        self, file: str, problem: Problem, tiles: Tiles, x: Operands, written: dict[str, Any], fixed: dict[str, int],
+        boxes: Sequence[tensor_map.Box] = (),
+    ) -> None:  # fmt: skip
         self.problem = problem
         matrices = {name: getattr(x, name) for name in ("q", "k", "v", "o", "dout") if getattr(x, name) is not None}
         statistics = {name: getattr(x, name) for name in ("lse", "dlse") if getattr(x, name) is not None}
@@ -216,7 +223,7 @@ class Launcher:
                 f"{MASK_WORDS}: combine its parts into one boolean array"
             )
         assert x.device is not None
-        found = dict(aligned=_aligned(matrices.values()), side_dtypes=dtypes, dlse=x.dlse is not None)
+        found = dict(aligned=_aligned(matrices.values()), side_dtypes=dtypes, dlse=x.dlse is not None, maps=len(boxes))
         if x.block_table is not None:
             found["table_bytes"] = x.block_table.itemsize
         self.module = load(file, problem, tiles, x.visibility.mask, len(words), x.device, **found)
@@ -232,6 +239,10 @@ class Launcher:
         self._describe(problem, x, matrices, statistics)
         self._mask(x, words)
         self.words = array("q", self.template.tobytes())  # its items are set in a fifth of the time of NumPy's
+        self.boxes = [
+            (_WORD[f"{box.name}.data"], tensor_map.geometry(matrices[box.name], problem.dtype, box.rows)) for box in boxes
+        ]
+        self.maps: dict[tuple[int, ...], array[int]] = {}
 
     def _put(self, **values: int) -> None:
         for name, value in values.items():
@@ -326,10 +337,25 @@ class Launcher:
             self.uploads.used()
             words[_SEED] = problem.seed if problem.seed < 2**63 else problem.seed - 2**64  # the same 64 bits
         else:
-            words = words[:]
+            words = words[: len(FIELDS)]
         for name, value in values.items():
             words[_WORD[name]] = value
+        if self.boxes:
+            words += self._maps(words)
         return words
+
+    def _maps(self, words: array[int]) -> array[int]:
+        """What follows the words of a call: its tensor maps, the first at a multiple of their alignment."""
+        addresses = tuple([words[word] for word, _ in self.boxes])
+        made = self.maps.get(addresses)
+        if made is None:
+            made = array("q", bytes(-8 * len(FIELDS) % tensor_map.ALIGNMENT))
+            for address, (_, geometry) in zip(addresses, self.boxes, strict=True):
+                made += tensor_map.encode(address, *geometry)
+            if len(self.maps) >= MOST_MAPS:
+                self.maps.clear()
+            self.maps[addresses] = made
+        return made
 
     def counters(self, count: int) -> int:
         """Address of ``count`` 32-bit zeros, which the kernels leave as zeros; calls side by side have their own."""
@@ -401,12 +427,13 @@ def load(
 
 
 def launcher(
-    file: str, problem: Problem, tiles: Tiles, x: Operands, written: dict[str, Target], **fixed: int
-) -> Launcher:
+    file: str, problem: Problem, tiles: Tiles, x: Operands, written: dict[str, Target],
+    boxes: Sequence[tensor_map.Box] = (), **fixed: int,
+) -> Launcher:  # fmt: skip
     """The launcher of a kernel file for this call: the one that an earlier call like it made, or a new one."""
     made = x.memo.get(file)
     if made is None:
-        made = x.memo[file] = Launcher(file, problem, tiles, x, written, fixed)
+        made = x.memo[file] = Launcher(file, problem, tiles, x, written, fixed, boxes)
     return made
 
 
