@@ -45,7 +45,8 @@ template <class T> inline T __ldg(const T* p) { return *p; }
 template <class T> inline T __ldcg(const T* p) { return *p; }
 inline long long in_register(long long x) { return x; }
 inline unsigned count_and_see(unsigned* p, unsigned most) { const unsigned x = *p; *p = x >= most ? 0 : x + 1; return x; }
-template <class T> inline void atomicAdd(T* p, T x) { *p += x; }
+template <class T> inline T atomicAdd(T* p, T x) { const T before = *p; *p += x; return before; }
+template <class T> inline T atomicExch(T* p, T x) { const T before = *p; *p = x; return before; }
 inline void atomicAdd(float2* p, float2 x) { p->x += x.x, p->y += x.y; }
 inline void atomicAdd(float4* p, float4 x) { p->x += x.x, p->y += x.y, p->z += x.z, p->w += x.w; }
 
@@ -185,6 +186,8 @@ inline float exp2_approximately(float x)
     const float y = exp2f(x);
     return y < 1.17549435e-38f ? 0.0f : y;
 }
+
+inline float reciprocal_approximately(float x) { return 1.0f / x; }
 
 template <int BYTES, bool LINE = false> inline void copy_to_shared(void* to, const void* from, bool exists)
 {

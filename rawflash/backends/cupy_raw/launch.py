@@ -8,6 +8,7 @@ same from call to call. :class:`Launcher` keeps them, and puts in the addresses.
 from __future__ import annotations
 
 import ctypes
+import os
 import struct
 import threading
 from array import array
@@ -34,6 +35,7 @@ VECTOR_BYTES = 16
 DEPTHS = {SPLIT: 16, DOUBLE: 8}  # products that a tensor core sums at a time (DEPTH in mma/)
 MOST_STRIDING = 4096  # blocks of a grid that strides
 LARGEST_GRID = 2**31 - 1
+BOUNDED = "RAWFLASH_BOUNDED"  # see preamble
 MOST_MAPS = 64  # sets of tensor maps that a launcher keeps, by the addresses of the call
 SPARE = 256  # sets of counters that are made at a time: a graph of a model has a call for each layer
 # Constants that the text of a kernel is chosen by; the others are numbers in it.
@@ -51,13 +53,13 @@ def _fields() -> list[str]:
     words = [f"{name}.{part}" for name in (*matrices, *statistics) for part in ("data", "batch", "head", "row")]
     words += ["sums", *(f"bias.{part}" for part in ("data", "b", "h", "i", "j"))]
     words += ["dbias", "bias_b", "bias_h", "bias_i", "bias_j", "slopes", "slopes_b", "slopes_h", "sinks", "sinks_h"]
-    words += ["dsinks", "counters"]
+    words += ["dsinks", "counters", "again"]
     tables = ("cu_seqlens_q", "cu_seqlens_k", "q_lengths", "kv_lengths", "q_offset")
     words += [f"{name}.{part}" for name in tables for part in ("data", "bytes")]
     words += ["block_table.data", "block_table.bytes", "table_row", "cache_blocks"]
     words += [f"mask.{n}" for n in range(MASK_WORDS)]
     words += ["offset", "offset_given", "B", "Hq", "Hkv", "Tq", "Tk", "rows_q", "rows_k", "blocks"]
-    words += ["parts", "part_keys"]
+    words += ["parts", "part_keys", "section"]
     words += ["band_lower", "band_upper", "keep_threshold", "seed", "scale", "softcap", "keep_scale"]
     return words
 
@@ -133,12 +135,16 @@ def constants(problem: Problem, tiles: Tiles, *, aligned: bool, side_dtypes: dic
         "CALL_WORDS": len(FIELDS),
         "MAPS": maps,
         "MASK_WORDS": MASK_WORDS,
-    }
+    } | dict(tiles.constants)
 
 
 def preamble(problem: Problem, tiles: Tiles, *, mask: Any = None, **more: Any) -> str:
-    """What the ``.cu`` files take as given: the :func:`constants`, and the text of the mask."""
-    lines = []
+    """What the ``.cu`` files take as given: the :func:`constants`, and the text of the mask.
+
+    In the environment, RAWFLASH_BOUNDED=1 makes kernels that wait for copies give up after a while, with an error,
+    instead of waiting for ever: for debugging.
+    """
+    lines = ["#define BOUNDED"] if os.environ.get(BOUNDED) == "1" else []
     for name, value in constants(problem, tiles, **more).items():
         lines.append(f"#define {name} {value}" if name in SWITCHES else f"constexpr int {name} = {value};")
     lines += [f"constexpr long long FARTHEST = {FARTHEST}ll;", '#include "visibility.cuh"', masks.cuda_text(mask)]
@@ -385,7 +391,7 @@ class Launcher:
             made.data.memset_async(0, made.nbytes)
         return made
 
-    def run(self, kernel: str, blocks: int, words: array[int], smem_bytes: int = 0) -> None:
+    def run(self, kernel: str, blocks: int, words: array[int], smem_bytes: int = 0, threads: int = THREADS) -> None:
         """Launch a kernel of the file on CuPy's current stream; ``blocks`` of threads, none is fine."""
         function = self.functions.get(kernel)
         if function is None:
@@ -395,7 +401,7 @@ class Launcher:
         if blocks > LARGEST_GRID:
             raise BackendError(f"{blocks} blocks of threads; one launch has at most {LARGEST_GRID}: split the batch")
         if blocks:
-            function(blocks, THREADS, words, smem_bytes)
+            function(blocks, threads, words, smem_bytes)
 
     def run_over(self, kernel: str, items: int, words: array[int], threads_each: int = 1) -> None:
         """Launch a kernel whose grid strides over ``items``, each of which takes some threads."""
