@@ -27,7 +27,7 @@
 
 constexpr int ROWS = 64;  // of a warpgroup
 constexpr int CONSUMERS = BR / ROWS, LANES = 32, WARPS = 4 * CONSUMERS;
-constexpr int WARP_ROWS = 16;
+constexpr int ALL_THREADS = WARPGROUP * (1 + CONSUMERS), WARP_ROWS = 16;
 constexpr int SLABS_D = ceil_div(D, SLAB), SLABS_V = ceil_div(DV, SLAB);
 constexpr int Q_BYTES = BR * SLABS_D * SLAB_ROW, K_BYTES = BC * SLABS_D * SLAB_ROW;
 constexpr int V_BYTES = BC * SLABS_V * SLAB_ROW, O_BYTES = BR * SLABS_V * SLAB_ROW;
@@ -74,7 +74,8 @@ __device__ __forceinline__ unsigned pieces_of(const Call& call) { return (unsign
 
 // Longest first: under a causal mask the last rows have the most keys; of as many heads as leave their K and V in L2. Where all are alike, the
 // blocks of one head after the other.
-__device__ __forceinline__ Piece piece_of(const Call& call, unsigned number, int& k_row, int& k_head)
+// Returned: has it rows that are to be written? k_row, k_head: where key 0 of the sequence lies in the arrays.
+__device__ __forceinline__ bool describe(Piece& piece, const Call& call, unsigned number, int& k_row, int& k_head)
 {
     const unsigned blocks = (unsigned)call.blocks, heads = (unsigned)call.Hq;
     unsigned block = number % blocks, bh = number / blocks;
@@ -88,7 +89,8 @@ __device__ __forceinline__ Piece piece_of(const Call& call, unsigned number, int
     const unsigned b = bh / heads, h = bh % heads;
     const Sequence s = sequence(call, b);
     const int i0 = (int)block * BR, rows_end = (int)(PACKED ? s.q_length : call.Tq), length = (int)s.q_length, keys = (int)s.kv_length;
-    Piece piece;
+    if (i0 >= rows_end)
+        return false;
     piece.number = number;
     piece.batch = (int)s.slot;
     piece.head = (int)h;
@@ -123,7 +125,7 @@ __device__ __forceinline__ Piece piece_of(const Call& call, unsigned number, int
         const int after = last - piece.exact + 1 - ceil_div(whole, BC);  // blocks that begin after `whole`
         piece.plain = after > 0 ? after : 0;
     }
-    return piece;
+    return true;
 }
 
 __device__ __forceinline__ unsigned draw(unsigned* counter) { return atomicAdd(counter, 1u); }
@@ -132,73 +134,65 @@ __device__ __forceinline__ unsigned draw(unsigned* counter) { return atomicAdd(c
 __device__ __forceinline__ void produce(const MappedCall& argument, unsigned char* on_chip, Rest& rest)
 {
     const Call& call = argument.call;
-    unsigned given = 0, blocks = 0;  // pieces, and blocks of keys, so far
-    auto slot_of_next = [&] {
+    const unsigned count = pieces_of(call);
+    unsigned given = 0, n = 0;  // pieces, and blocks of keys, so far
+    bool again = false;         // those of the list
+    for (unsigned number = blockIdx.x, next;; number = next) {
         const unsigned slot = given % Q_BUFFERS;
         await(&rest.empty_Q[slot], (given / Q_BUFFERS & 1) ^ 1);
-        given++;
-        return slot;
-    };
-    auto give = [&](unsigned number) {
+        Piece& piece = rest.piece[slot];
         int k_row, k_head;
-        const Piece piece = piece_of(call, number, k_row, k_head);
-        if (piece.stored <= 0)
-            return;
-        const unsigned slot = slot_of_next();
-        rest.piece[slot] = piece;
-        if (piece.blocks == 0) {
+        if (again ? number == NONE : number >= count) {
+            piece.number = NONE;
             arrive(&rest.full_Q[slot]);
-            return;
+            given++;
+            if (!GUARDED || again)
+                break;
+            await(&rest.settled, 0);
+            again = true;
+            next = rest.first_again;
+            continue;
+        }
+        if (again)
+            next = call.again[number], number /= WARPS;
+        else
+            next = gridDim.x + (DYNAMIC ? draw(call.counters) : number);  // asked for long before it is needed
+        if (!describe(piece, call, number, k_row, k_head))
+            continue;
+        given++;
+        const int blocks = piece.blocks, batch = piece.batch;
+        if (blocks == 0) {
+            arrive(&rest.full_Q[slot]);
+            continue;
         }
         arrive_expecting(&rest.full_Q[slot], Q_BYTES);
 #pragma unroll
         for (int x = 0; x < SLABS_D; x++)
-            copy_box(on_chip + slot * Q_BYTES + x * BR * SLAB_ROW, argument.map[0], &rest.full_Q[slot], x * SLAB, piece.row, piece.head, piece.batch);
+            copy_box(on_chip + slot * Q_BYTES + x * BR * SLAB_ROW, argument.map[0], &rest.full_Q[slot], x * SLAB, piece.row, piece.head, batch);
         k_row += piece.start;
-        for (int j = 0; j <= piece.blocks; j++, k_row -= BC) {
-            if (j < piece.blocks) {
-                const unsigned n = blocks + j, stage = n % STAGES;
-                await(&rest.empty_K[stage], (n / STAGES & 1) ^ 1);
+        for (int j = 0; j <= blocks; j++, k_row -= BC) {
+            if (j < blocks) {
+                const unsigned stage = (n + j) % STAGES;
+                await(&rest.empty_K[stage], ((n + j) / STAGES & 1) ^ 1);
                 arrive_expecting(&rest.full_K[stage], K_BYTES);
 #pragma unroll
                 for (int x = 0; x < SLABS_D; x++)
-                    copy_box(on_chip + AT_K + stage * K_BYTES + x * BC * SLAB_ROW, argument.map[1], &rest.full_K[stage], x * SLAB, k_row, k_head,
-                             piece.batch);
+                    copy_box(on_chip + AT_K + stage * K_BYTES + x * BC * SLAB_ROW, argument.map[1], &rest.full_K[stage], x * SLAB, k_row, k_head, batch);
             }
             if (j > 0) {
-                const unsigned n = blocks + j - 1, stage = n % STAGES;
-                await(&rest.empty_V[stage], (n / STAGES & 1) ^ 1);
+                const unsigned stage = (n + j - 1) % STAGES;
+                await(&rest.empty_V[stage], ((n + j - 1) / STAGES & 1) ^ 1);
                 arrive_expecting(&rest.full_V[stage], V_BYTES);
 #pragma unroll
                 for (int x = 0; x < SLABS_V; x++)
-                    copy_box(on_chip + AT_V + stage * V_BYTES + x * BC * SLAB_ROW, argument.map[2], &rest.full_V[stage], x * SLAB, k_row + BC, k_head,
-                             piece.batch);
+                    copy_box(on_chip + AT_V + stage * V_BYTES + x * BC * SLAB_ROW, argument.map[2], &rest.full_V[stage], x * SLAB, k_row + BC, k_head, batch);
             }
         }
-        blocks += piece.blocks;
-    };
-    auto end = [&] {
-        const unsigned slot = slot_of_next();
-        rest.piece[slot].number = NONE;
-        arrive(&rest.full_Q[slot]);
-    };
-
-    const unsigned count = pieces_of(call);
-    for (unsigned number = blockIdx.x; number < count;) {
-        const unsigned next = gridDim.x + (DYNAMIC ? draw(call.counters) : number);  // asked for long before it is needed
-        give(number);
-        number = next;
+        n += blocks;
     }
     if constexpr (DYNAMIC)
         if (count_and_see(call.counters + 1, gridDim.x - 1) == gridDim.x - 1)  // the last block of threads leaves both as zeros
             call.counters[0] = 0;
-    end();
-    if constexpr (GUARDED) {
-        await(&rest.settled, 0);
-        for (unsigned entry = rest.first_again; entry != NONE; entry = call.again[entry])
-            give(entry / WARPS);
-        end();
-    }
 }
 
 __device__ __forceinline__ unsigned word_of(float x, float y)
@@ -561,7 +555,7 @@ struct Consumer {
     }
 };
 
-extern "C" __global__ void __launch_bounds__(WARPGROUP * (1 + CONSUMERS), 1) fa2_forward(const __grid_constant__ MappedCall argument)
+extern "C" __global__ void __launch_bounds__(ALL_THREADS, 1) fa2_forward(const __grid_constant__ MappedCall argument)
 {
     extern __shared__ __align__(SLAB_ALIGNMENT) unsigned char on_chip[];
     Rest& rest = *(Rest*)(on_chip + AT_REST);
