@@ -26,7 +26,7 @@
 #include "sm90/hopper.cuh"
 
 constexpr int ROWS = 64;  // of a warpgroup
-constexpr int CONSUMERS = BR / ROWS, LANES = 32, WARPS = 4 * CONSUMERS;
+constexpr int CONSUMERS = BR / ROWS, WARP_SIZE = 32, WARPS = 4 * CONSUMERS;
 constexpr int ALL_THREADS = WARPGROUP * (1 + CONSUMERS), WARP_ROWS = 16;
 constexpr int SLABS_D = ceil_div(D, SLAB), SLABS_V = ceil_div(DV, SLAB);
 constexpr int Q_BYTES = BR * SLABS_D * SLAB_ROW, K_BYTES = BC * SLABS_D * SLAB_ROW;
@@ -232,7 +232,7 @@ struct Consumer {
 
     __device__ __forceinline__ Consumer(const MappedCall& argument, unsigned char* on_chip, Rest& rest)
         : argument(argument), call(argument.call), on_chip(on_chip), rest(rest), group(__shfl_sync(WARP, threadIdx.x / WARPGROUP, 0) - 1),
-          warp(__shfl_sync(WARP, threadIdx.x / LANES % 4, 0)), lane(threadIdx.x % LANES), n(0)
+          warp(__shfl_sync(WARP, threadIdx.x / WARP_SIZE % 4, 0)), lane(threadIdx.x % WARP_SIZE), n(0)
     {
     }
 
@@ -538,7 +538,7 @@ struct Consumer {
                 commit_stores();
             }
         } else {  // a box would reach into the next sequence
-            for (int x = lane; x < WARP_ROWS * (DV / 8); x += LANES) {
+            for (int x = lane; x < WARP_ROWS * (DV / 8); x += WARP_SIZE) {
                 const int i = x / (DV / 8), of_row = x % (DV / 8);
                 if (first + i < stored)
                     *(uint4*)(row_of(call.o, batch, h, row + first + i) + 8 * of_row) =
