@@ -51,6 +51,7 @@ constexpr float TANH_NEAR = 0.6f, TANH_3 = -0.333326221f, TANH_5 = 0.133135423f,
 struct alignas(16) Piece {
     unsigned number;       // NONE: there are no more
     int batch, head, row;  // where row 0 of the block lies in the arrays
+    int k_head, k_row;     // where key 0 lies
     int rows, stored;      // rows of the block that are the sequence's, and that are written
     int blocks;            // of keys
     int exact, plain;      // those at the beginning that give the maximum, some of them to be masked; then those that all rows see all of
@@ -70,61 +71,89 @@ struct Rest {
 };
 static_assert(AT_REST + sizeof(Rest) <= TILE_BYTES, "what the plan says");
 
+__device__ __forceinline__ int within(int x, int most) { return x < 0 ? 0 : x < most ? x : most; }
+
 __device__ __forceinline__ unsigned pieces_of(const Call& call) { return (unsigned)(call.blocks * call.B * call.Hq); }
 
+// What the next lines need is read again: few registers are left to the warpgroup that copies.
+__device__ __forceinline__ void forget() { asm volatile("" ::: "memory"); }
+
 // Longest first: under a causal mask the last rows have the most keys; of as many heads as leave their K and V in L2. Where all are alike, the
-// blocks of one head after the other.
-// Returned: has it rows that are to be written? k_row, k_head: where key 0 of the sequence lies in the arrays.
-__device__ __forceinline__ bool describe(Piece& piece, const Call& call, unsigned number, int& k_row, int& k_head)
+// blocks of one head after the other. Returned: has the piece rows that are to be written?
+__device__ __forceinline__ bool describe(volatile Piece& piece, const Call& call, unsigned number)
 {
     const unsigned blocks = (unsigned)call.blocks, heads = (unsigned)call.Hq;
-    unsigned block = number % blocks, bh = number / blocks;
+    unsigned block, bh;
     if constexpr (DYNAMIC) {
-        const unsigned section = (unsigned)call.section, all = (unsigned)call.B * heads;
+        const unsigned section = (unsigned)call.section;
         const unsigned first = number / (section * blocks) * section, left = number % (section * blocks);
-        const unsigned width = section < all - first ? section : all - first;
+        const unsigned others = (unsigned)call.B * heads - first, width = section < others ? section : others;
         block = blocks - 1 - left / width;
         bh = first + left % width;
+    } else {
+        block = number % blocks;
+        bh = number / blocks;
     }
     const unsigned b = bh / heads, h = bh % heads;
-    const Sequence s = sequence(call, b);
-    const int i0 = (int)block * BR, rows_end = (int)(PACKED ? s.q_length : call.Tq), length = (int)s.q_length, keys = (int)s.kv_length;
+    const int i0 = (int)block * BR;
+    int q_start = 0, length = (int)call.Tq, rows_end = length;
+    if constexpr (PACKED) {
+        q_start = (int)clamp(entry(call.cu_seqlens_q, b, 0), 0, call.rows_q);
+        length = rows_end = (int)clamp(entry(call.cu_seqlens_q, b + 1, 0), q_start, call.rows_q) - q_start;
+    } else if (RAGGED) {
+        length = (int)clamp(entry(call.q_lengths, b, length), 0, length);
+    }
     if (i0 >= rows_end)
         return false;
     piece.number = number;
-    piece.batch = (int)s.slot;
+    piece.batch = PACKED ? 0 : (int)b;
     piece.head = (int)h;
-    piece.row = (int)s.q_start + i0;
+    piece.k_head = (int)(h / (heads / (unsigned)call.Hkv));
+    piece.row = q_start + i0;
     piece.rows = length - i0 < BR ? length - i0 : BR;
     piece.stored = rows_end - i0 < BR ? rows_end - i0 : BR;
-    piece.keys = keys;
-    piece.position = i0 + s.offset;
-    piece.slope = 0;
     if constexpr (ALIBI)
-        piece.slope = head(call, s, h).slope;
-    k_row = (int)s.k_start;
-    k_head = (int)(h / (heads / (unsigned)call.Hkv));
+        piece.slope = widen<SLOPE_TYPE>(((const Storage<SLOPE_TYPE>::stored*)call.slopes)[b * call.slopes_b + h * call.slopes_h]);
+    forget();
+    int k_start = 0, keys = (int)call.Tk;
+    if constexpr (PACKED) {
+        k_start = (int)clamp(entry(call.cu_seqlens_k, b, 0), 0, call.rows_k);
+        keys = (int)clamp(entry(call.cu_seqlens_k, b + 1, 0), k_start, call.rows_k) - k_start;
+    } else if (RAGGED) {
+        keys = (int)clamp(entry(call.kv_lengths, b, keys), 0, keys);
+    }
+    piece.k_row = k_start;
+    piece.keys = keys;
 
     // The keys from low to high; row 0's last one is before `seen`, the last row's first one is at `whole`
-    int low = 0, high = piece.rows > 0 ? keys : 0, seen = high, whole = 0;
-    piece.lower = -FAR, piece.upper = FAR;
-    if constexpr (BAND) {
-        piece.lower = (int)clamp(piece.position + call.band_lower, -FAR, FAR);
-        piece.upper = (int)clamp(piece.position + call.band_upper + 1, -FAR, FAR);
-        low = (int)clamp(piece.lower, 0, high);
-        seen = (int)clamp(piece.upper, 0, high);
-        whole = (int)clamp(piece.lower + piece.rows - 1, 0, high);
-        high = (int)clamp(piece.upper + piece.rows - 1, 0, high);
+    const int rows = piece.rows;
+    int low = 0, high = rows > 0 ? keys : 0, seen = high, whole = 0;
+    if constexpr (BAND || ALIBI) {
+        const long long given = call.offset_given ? call.offset : keys - length;
+        const long long position = i0 + clamp(entry(call.q_offset, b, given), -FARTHEST, FARTHEST);
+        piece.position = position;
+        if constexpr (BAND) {
+            const int lower = (int)clamp(position + call.band_lower, -FAR, FAR), upper = (int)clamp(position + call.band_upper + 1, -FAR, FAR);
+            piece.lower = lower;
+            piece.upper = upper;
+            low = within(lower, high);
+            whole = within(lower + rows - 1, high);
+            seen = within(upper, high);
+            high = within(upper + rows - 1, high);
+        }
     }
-    piece.blocks = piece.exact = piece.plain = piece.start = 0;
+    forget();
+    int count = 0, exact = 0, plain = 0;
     if (low < high) {
         const int first = low / BC, last = (high - 1) / BC, gives = seen > 0 ? (seen - 1) / BC : 0;
         piece.start = last * BC;
-        piece.blocks = last - first + 1;
-        piece.exact = last - (gives > first ? gives : first) + 1;
-        const int after = last - piece.exact + 1 - ceil_div(whole, BC);  // blocks that begin after `whole`
-        piece.plain = after > 0 ? after : 0;
+        count = last - first + 1;
+        exact = last - (gives > first ? gives : first) + 1;
+        plain = last - exact + 1 - (whole + BC - 1) / BC;  // blocks that begin after `whole`
     }
+    piece.blocks = count;
+    piece.exact = exact;
+    piece.plain = plain > 0 ? plain : 0;
     return true;
 }
 
@@ -141,7 +170,6 @@ __device__ __forceinline__ void produce(const MappedCall& argument, unsigned cha
         const unsigned slot = given % Q_BUFFERS;
         await(&rest.empty_Q[slot], (given / Q_BUFFERS & 1) ^ 1);
         Piece& piece = rest.piece[slot];
-        int k_row, k_head;
         if (again ? number == NONE : number >= count) {
             piece.number = NONE;
             arrive(&rest.full_Q[slot]);
@@ -157,10 +185,10 @@ __device__ __forceinline__ void produce(const MappedCall& argument, unsigned cha
             next = call.again[number], number /= WARPS;
         else
             next = gridDim.x + (DYNAMIC ? draw(call.counters) : number);  // asked for long before it is needed
-        if (!describe(piece, call, number, k_row, k_head))
+        if (!describe(piece, call, number))
             continue;
         given++;
-        const int blocks = piece.blocks, batch = piece.batch;
+        const int blocks = piece.blocks, batch = piece.batch, k_head = piece.k_head;
         if (blocks == 0) {
             arrive(&rest.full_Q[slot]);
             continue;
@@ -169,7 +197,8 @@ __device__ __forceinline__ void produce(const MappedCall& argument, unsigned cha
 #pragma unroll
         for (int x = 0; x < SLABS_D; x++)
             copy_box(on_chip + slot * Q_BYTES + x * BR * SLAB_ROW, argument.map[0], &rest.full_Q[slot], x * SLAB, piece.row, piece.head, batch);
-        k_row += piece.start;
+        int k_row = piece.k_row + piece.start;
+#pragma unroll 1
         for (int j = 0; j <= blocks; j++, k_row -= BC) {
             if (j < blocks) {
                 const unsigned stage = (n + j) % STAGES;
