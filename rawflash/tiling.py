@@ -713,6 +713,8 @@ def _wgmma(problem: Problem, chip: Chip) -> Tiles | None:
     for shape in WGMMA_FORWARD[max(to_d, to_dv)]:
         br, bc = shape.br, shape.bc
         groups = br // WGMMA_ROWS
+        if groups > 2 and (problem.softcap is not None or problem.alibi):
+            continue  # they take more registers than three warpgroups have
         for buffers, own in ((2, True), (2, False), (1, True), (1, False)):
             resident = [
                 Tile("Q", buffers * br, to_d, 2),
