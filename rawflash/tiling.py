@@ -71,6 +71,18 @@ RAW_SUMS = 128  # columns of dK or dV of 16 keys that a warp has registers for; 
 RAW_FEW_KEYS = (64, 64, 2)  # where blocks of 128 keys would leave multiprocessors idle
 RAW_FEW_KEYS_COST = 1.15  # of a number of keys in blocks of 64, in those in blocks of 128
 RAW_FEW_BLOCKS = 4  # for each multiprocessor: with more, all of them are busy to the end
+WGMMA = "wgmma"  # family of cupy_raw's fa2 kernels of 16-bit numbers on sm_90 (cuda/sm90)
+WGMMA_CHIP = "sm_90"  # code for sm_90a runs on no other
+WGMMA_LEAST = 16  # rows: fewer, or as many, are the few-rows kernel's
+WGMMA_MOST = 256  # head dimension
+WGMMA_LONGEST = 1 << 30  # rows and keys, so that their numbers have 32 bits
+WGMMA_PIECES = 1 << 27  # pieces of work of 64 rows: each warp of each has a number
+WGMMA_SCALES = (1e-20, 1e20)
+WGMMA_SLAB = 64  # columns of 16 bits that lie together, see sm90/hopper.cuh
+WGMMA_ROWS = 64  # of a warpgroup
+WGMMA_REST = 2560  # bytes: barriers, what pieces of work are
+WGMMA_PROCESSORS = 132  # of a device that was not asked
+WGMMA_SECTION = 32 << 20  # bytes of K and V that stay in L2
 FEW = "few rows"  # family of numba_cpu's fa2 forward pass for few queries: one at a time, not one on each lane
 FEW_QUERIES = 8  # of a head; from 12 to 16 on, lanes full of queries are faster
 FEW_KEYS = 16  # rows of K or V that it may copy, to have whole vectors
@@ -111,6 +123,39 @@ _LOOPS = {
     STREAMED: "blocks of rows, K and V streamed",
     "": "",
 }
+
+
+@dataclass(frozen=True)
+class WarpgroupForward:
+    """How the forward kernel of sm_90 is laid out.
+
+    Attributes
+    ----------
+    br, bc : int
+        64 rows for each warpgroup that multiplies.
+    turns : bool
+        These begin their products in turn.
+    static : bool
+        bfloat16: the maximum is that of the first blocks of keys.
+    stages : int
+        K and V that are on chip at once.
+    """
+
+    br: int
+    bc: int
+    turns: bool = True
+    static: bool = True
+    stages: int = 2
+
+
+# By columns of the wider of K and V, in slabs; the first that fits
+WGMMA_FORWARD = {
+    64: (WarpgroupForward(192, 128), WarpgroupForward(128, 128)),
+    128: (WarpgroupForward(128, 128),),
+    192: (WarpgroupForward(128, 128), WarpgroupForward(128, 96)),
+    256: (WarpgroupForward(128, 80),),
+}
+WGMMA_REGISTERS = {2: (24, 240), 3: (32, 160)}  # of a thread that copies, and of one that multiplies, by warpgroups
 
 
 @dataclass(frozen=True)
@@ -162,6 +207,10 @@ class Tiles:
         one the rest).
     threads : int
         Of a block; 0: as many as its family always has.
+    grid : int
+        Thread blocks, of kernels whose blocks take one piece of work after the other; else 0.
+    constants : tuple of (str, int)
+        What the text of such a kernel takes as given beside the block sizes.
 
     Examples
     --------
@@ -186,6 +235,8 @@ class Tiles:
     parts: int = 1
     part_keys: int = 0
     threads: int = 0
+    grid: int = 0
+    constants: tuple[tuple[str, int], ...] = ()
 
     @cached_property
     def smem_bytes(self) -> int:
@@ -213,6 +264,8 @@ class Tiles:
             lines.append("  one row of K or V read for all query heads that share it")
         if self.family == FEW_MMA:
             lines.append(f"  one row of K or V read for {self.br} rows of query heads that share it, on tensor cores")
+        if self.family == WGMMA:
+            lines.append("  products by warpgroups (wgmma), copies by tensor maps")
         if self.parts > 1:
             lines.append(f"  keys in up to {self.parts} parts of {self.part_keys}, merged by their m and l")
         if self.panel:
@@ -291,6 +344,28 @@ def raw_backward_takes(problem: Problem) -> bool:
     return raw_forward_takes(problem) and max(problem.d, problem.dv) <= RAW_WIDEST
 
 
+def wgmma_takes(problem: Problem, chip: Chip, direction: str) -> bool:
+    """Is this a problem for the kernels of cupy_raw/cuda/sm90? What hides keys may be a band and lengths."""
+    d, dv = problem.d, problem.dv
+    return (
+        (chip.family, chip.name, direction) == (TENSOR, WGMMA_CHIP, "forward")
+        and problem.algorithm == "fa2"
+        and problem.dtype in ("float16", "bfloat16")
+        and d % 8 == dv % 8 == 0
+        and max(d, dv) <= WGMMA_MOST
+        and problem.boxes
+        and not (problem.page or problem.dropout)
+        and problem.bias is None
+        and problem.mask is None
+        and problem.sram is None
+        and problem.Tq > WGMMA_LEAST
+        and problem.Tk > 0
+        and max(problem.Tq, problem.Tk) < WGMMA_LONGEST
+        and problem.B * problem.Hq * problem.Tq < WGMMA_PIECES * WGMMA_ROWS
+        and WGMMA_SCALES[0] < problem.scale < WGMMA_SCALES[1]
+    )
+
+
 def mma_pitch(d: int) -> int:
     """Numbers of a row of an "mma" tile: 64 or 128, of which the matrix has ``d``."""
     return _padded(d, MMA_COLUMNS)
@@ -347,6 +422,10 @@ def plan_tiles(
         return _standard(problem, chip, direction)
     if problem.algorithm == "rowwise":
         return _rowwise(problem, chip, direction)
+    if blocks is None and order is None and wgmma_takes(problem, chip, direction):
+        planned = _wgmma(problem, chip)
+        if planned is not None:
+            return planned
     tiles = _flash(problem, chip, direction, order, blocks)
     if blocks is None and few_takes(problem, chip, direction):
         return _few(problem, chip, tiles)
@@ -748,6 +827,43 @@ def _last_end(problem: Problem, chip: Chip, bc: int) -> int:
             heapq.heappush(ends, end)
             last = max(last, end)
     return last
+
+
+def _wgmma(problem: Problem, chip: Chip) -> Tiles | None:
+    """The first row of the table that fits: Q twice and O on its own, if there is room, so that pieces overlap."""
+    limit, processors = chip.on_chip_bytes, chip.processors or WGMMA_PROCESSORS
+    to_d, to_dv = (_padded(n, WGMMA_SLAB) for n in (problem.d, problem.dv))
+    lower, upper = problem.band.lower, problem.band.upper
+    for shape in WGMMA_FORWARD[max(to_d, to_dv)]:
+        br, bc = shape.br, shape.bc
+        groups = br // WGMMA_ROWS
+        if groups > 2 and (problem.softcap is not None or problem.alibi):
+            continue  # they take more registers than three warpgroups have
+        for buffers, own in ((2, True), (2, False), (1, True), (1, False)):
+            resident = [
+                Tile("Q", buffers * br, to_d, 2),
+                Tile("K", shape.stages * bc, to_d, 2),
+                Tile("V", shape.stages * bc, to_dv, 2),
+                *([Tile("O", br, to_dv, 2)] if own else []),
+                Tile("barriers", 1, WGMMA_REST, 1),
+                Tile("S", br, bc, 4, REGISTERS),
+                Tile("P", br, bc, 2, REGISTERS),
+                Tile("O", br, problem.dv, 4, REGISTERS),
+            ]
+            constants = {
+                "Q_BUFFERS": buffers, "STAGES": shape.stages, "OWN_O": int(own), "TURNS": int(shape.turns),
+                "STATIC_MAXIMUM": int(shape.static), "DYNAMIC": int(lower is not None or upper is not None or
+                                                                     problem.varlen or problem.ragged),
+                "LOWER": int(lower is not None), "RAGGED": int(problem.ragged),
+                "PRODUCER_REGISTERS": WGMMA_REGISTERS[groups][0], "CONSUMER_REGISTERS": WGMMA_REGISTERS[groups][1],
+            }  # fmt: skip
+            tiles = Tiles(
+                br, bc, tuple(resident), chip.name, limit, IJ, family=WGMMA,
+                grid=min(processors, -(-problem.Tq // br) * problem.B * problem.Hq), constants=tuple(constants.items()),
+            )  # fmt: skip
+            if tiles.smem_bytes <= limit and (own or to_dv <= to_d):
+                return tiles
+    return None
 
 
 def _power(n: int) -> int:
