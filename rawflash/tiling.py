@@ -56,6 +56,14 @@ MMA_FORWARD = {
     128: ((128, 64), (128, 32), (64, 64), (64, 32)),
 }
 MMA_BACKWARD = {64: ((128, 128, 2), (64, 128, 2), (64, 64, 2), (64, 64, 1)), 128: ((64, 128, 2), (64, 64, 1))}
+WGMMA = "wgmma"  # family of cupy_raw's fa2 kernels of 16-bit numbers on sm_90 (cuda/sm90)
+WGMMA_CHIP = "sm_90"
+WGMMA_SLAB = 64  # columns of a matrix that lie together on chip (SLAB in hopper.cuh)
+WGMMA_MOST = 128  # head dimension
+# (Br, Bc) and how many blocks of Q, dO and dS are on chip at once, by the columns of d and dv there
+WGMMA_BACKWARD = {
+    (64, 64): (128, 128, 3, 2, 2), (128, 128): (64, 128, 3, 2, 2), (64, 128): (64, 128, 3, 2, 2), (128, 64): (64, 128, 3, 2, 2),
+}  # fmt: skip
 FEW = "few rows"  # family of numba_cpu's fa2 forward pass for few queries: one at a time, not one on each lane
 FEW_QUERIES = 8  # of a head; from 12 to 16 on, lanes full of queries are faster
 FEW_KEYS = 16  # rows of K or V that it may copy, to have whole vectors
@@ -137,7 +145,7 @@ class Tiles:
         Only "products": whole rows of scores that the softmax takes at a time.
     family : str
         Of the kernels that the plan is for, see :class:`rawflash.hardware.Chip`. "split": float32 products on
-        tensor cores, as sums of products of bfloat16 parts; "mma": 16-bit products there, sums in float32;
+        tensor cores, as sums of products of bfloat16 parts; "mma", "wgmma": 16-bit products there, sums in float32;
         "few rows": see :mod:`rawflash.backends.numba_cpu.few_rows`.
     parts, part_keys : int
         Only the fa2 forward pass, on a GPU that would else be idle in parts or of the family "few rows": how many
@@ -187,7 +195,7 @@ class Tiles:
             )
         if self.family == SPLIT:
             lines.append("  float32 products on tensor cores, by six products of bfloat16 parts")
-        if self.family == MMA and any(tile.where == REGISTERS for tile in self.resident):
+        if self.family in (MMA, WGMMA) and any(tile.where == REGISTERS for tile in self.resident):
             lines.append("  products of 16-bit numbers on tensor cores, P and dS rounded to 16 bits, sums in float32")
         if self.family == FEW:
             lines.append("  one row of K or V read for all query heads that share it")
@@ -255,6 +263,44 @@ def mma_takes(problem: Problem, direction: str) -> bool:
     )
 
 
+def wgmma_takes_backward(problem: Problem, chip: Chip, direction: str) -> bool:
+    """Is this a backward pass for cuda/sm90? What hides keys may be a band and lengths, not a mask."""
+    options = (problem.bias, problem.softcap, problem.mask, problem.sram)
+    return (
+        (chip.family, problem.algorithm, direction) == (TENSOR, "fa2", "backward")
+        and chip.name == WGMMA_CHIP
+        and problem.boxes
+        and problem.dtype in ("float16", "bfloat16")
+        and all(0 < n <= WGMMA_MOST and n % 8 == 0 for n in (problem.d, problem.dv))
+        and 0 < min(problem.Tq, problem.Tk) <= max(problem.Tq, problem.Tk) < MMA_LONGEST
+        and MMA_SCALES[0] < problem.scale < MMA_SCALES[1]
+        and all(option is None for option in options)
+        and not (problem.page or problem.alibi or problem.dropout or problem.deterministic)
+    )
+
+
+def _wgmma_backward(problem: Problem, chip: Chip) -> Tiles:
+    """The blocks of cuda/sm90/fa2_backward.cu; they fit."""
+    d, dv = _padded(problem.d, WGMMA_SLAB), _padded(problem.dv, WGMMA_SLAB)
+    br, bc, of_q, of_o, of_s = WGMMA_BACKWARD[d, dv]
+    resident = (
+        Tile("K", bc, d, 2),
+        Tile("V", bc, dv, 2),
+        Tile("Q", of_q * br, d, 2),
+        Tile("dO", of_o * br, dv, 2),
+        Tile("dS", of_s * bc, br, 2),
+        Tile("lse", of_q * br, 1, 4),
+        Tile("delta", of_o * br, 1, 4),
+        Tile("barriers", 2 + 2 * (of_q + of_o), 1, 8),
+        Tile("S, P", bc, br, 4, REGISTERS),
+        Tile("dP", bc, br, 4, REGISTERS),
+        Tile("dQ", br, d, 4, REGISTERS),
+        Tile("dK", bc, d, 4, REGISTERS),
+        Tile("dV", bc, dv, 4, REGISTERS),
+    )
+    return Tiles(br, bc, resident, chip.name, chip.on_chip_bytes, JI, family=WGMMA)
+
+
 def mma_pitch(d: int) -> int:
     """Numbers of a row of an "mma" tile: 64 or 128, of which the matrix has ``d``."""
     return _padded(d, MMA_COLUMNS)
@@ -311,6 +357,8 @@ def plan_tiles(
         return _standard(problem, chip, direction)
     if problem.algorithm == "rowwise":
         return _rowwise(problem, chip, direction)
+    if blocks is None and order in (None, JI) and wgmma_takes_backward(problem, chip, direction):
+        return _wgmma_backward(problem, chip)
     tiles = _flash(problem, chip, direction, order, blocks)
     if blocks is None and few_takes(problem, chip, direction):
         return _few(problem, chip, tiles)

@@ -186,6 +186,8 @@ inline float exp2_approximately(float x)
     return y < 1.17549435e-38f ? 0.0f : y;
 }
 
+inline float smaller_or_nan(float x, float y) { return std::isnan(x) || x < y ? x : y; }
+
 template <int BYTES, bool LINE = false> inline void copy_to_shared(void* to, const void* from, bool exists)
 {
     fibers[current].begun.push_back({to, from, BYTES, exists});

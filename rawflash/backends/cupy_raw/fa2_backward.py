@@ -1,25 +1,31 @@
-"""FlashAttention-2, backward pass: the launcher of ``cuda/fa2_backward.cu`` and ``cuda/side_gradients.cu``."""
+"""FlashAttention-2, backward pass: the launcher of ``cuda/fa2_backward.cu``, ``cuda/sm90/fa2_backward.cu`` and
+``cuda/side_gradients.cu``."""
 
 from __future__ import annotations
 
+from typing import Any
+
 from rawflash.arrays import Target
-from rawflash.backends.cupy_raw.launch import SIDE, blocks_of, launcher, side_gradients
+from rawflash.backends.cupy_raw.launch import SIDE, Launcher, blocks_of, launcher, side_gradients
+from rawflash.backends.cupy_raw.tensor_map import Box
 from rawflash.problem import Operands, Problem
-from rawflash.tiling import Tiles
+from rawflash.tiling import WGMMA, WGMMA_SLAB, Tiles
+
+WGMMA_THREADS = 384  # a warpgroup that copies, two that compute
+SECTION_BYTES = 32 << 20  # of L2, for the heads whose keys are taken in turn
 
 
 def fa2_backward(problem: Problem, tiles: Tiles, x: Operands, grads: dict[str, Target]) -> None:
     """Write all of every gradient."""
+    if tiles.family == WGMMA:
+        return _wgmma(problem, tiles, x, grads)
     kernels = launcher("fa2_backward.cu", problem, tiles, x, {"d" + name: grads[name] for name in ("q", "k", "v")})
     rows = x.q.shape[0] * x.q.shape[1] * x.q.shape[2]
     # delta = rowsum(dO * O) - dlse
     delta = side_gradients(problem, tiles, x, grads)
     dQ = None if problem.deterministic else kernels.workspace(rows * problem.d, zero=True)
     key_blocks, query_blocks = blocks_of(problem.Tk, tiles.bc), blocks_of(problem.Tq, tiles.br)
-    call = kernels.call(problem, x, {
-        "dq.data": grads["q"].address, "dk.data": grads["k"].address, "dv.data": grads["v"].address,
-        "delta.data": delta.data.ptr, "sums": 0 if dQ is None else dQ.data.ptr, "blocks": key_blocks,
-    })  # fmt: skip
+    call = _call(kernels, problem, x, grads, delta, dQ, key_blocks)
     if problem.varlen:
         kernels.run_over("clear_gradients", max(rows, x.k.shape[1] * x.k.shape[2]), call)
     kernels.run("fa2_backward_keys", key_blocks * problem.Hkv * problem.B, call, tiles.smem_bytes)
@@ -28,3 +34,38 @@ def fa2_backward(problem: Problem, tiles: Tiles, x: Operands, grads: dict[str, T
                     kernels.call(problem, x, {"blocks": query_blocks}, call), tiles.smem_bytes)  # fmt: skip
     else:
         kernels.run_over("fa2_backward_finish", rows, call, threads_each=SIDE)
+
+
+def _wgmma(problem: Problem, tiles: Tiles, x: Operands, grads: dict[str, Target]) -> None:
+    """The same by the kernels of sm_90: dQ's sums lie in blocks of whole tiles."""
+    boxes = (Box("q", tiles.br), Box("k", tiles.bc), Box("v", tiles.bc), Box("dout", tiles.br))
+    heads, rows, columns = x.q.shape[0] * x.q.shape[1], x.q.shape[2], blocks_of(problem.d, WGMMA_SLAB) * WGMMA_SLAB
+    written = {"d" + name: grads[name] for name in ("q", "k", "v")}
+    kernels = launcher("sm90/fa2_backward.cu", problem, tiles, x, written, boxes, parts=_section(problem))
+    delta = side_gradients(problem, tiles, x, grads)
+    key_blocks, query_blocks = blocks_of(problem.Tk, tiles.bc), blocks_of(problem.Tq, tiles.br)
+    # Packed sequences begin new blocks; how many all of them have may be known on the device only
+    blocks = heads * (rows // tiles.br + problem.B if problem.varlen else query_blocks)
+    dQ = kernels.workspace(blocks * tiles.br * columns, zero=True)
+    call = _call(kernels, problem, x, grads, delta, dQ, key_blocks)
+    if problem.varlen:
+        kernels.run_over("clear_gradients", max(heads * rows, x.k.shape[1] * x.k.shape[2]), call)
+    kernels.run("fa2_backward_keys", key_blocks * problem.Hkv * problem.B, call, tiles.smem_bytes, WGMMA_THREADS)
+    kernels.run("fa2_backward_finish", query_blocks * problem.Hq * problem.B, call, tiles.br * columns * 2)
+
+
+def _section(problem: Problem) -> int:
+    """How many K/V heads have their keys taken in turn, long columns first: as many as L2 can hold; 1: no band."""
+    if problem.band.lower is None and problem.band.upper is None:
+        return 1
+    rows = problem.Tk + problem.group * problem.Tq
+    nbytes = rows * (problem.d + problem.dv) * 2 + problem.group * problem.Tq * problem.d * 4
+    return max(min(SECTION_BYTES // nbytes, problem.B * problem.Hkv), 1)
+
+
+def _call(kernels: Launcher, problem: Problem, x: Operands, grads: dict[str, Target], delta: Any, dQ: Any, blocks: int
+          ) -> Any:  # fmt: skip
+    return kernels.call(problem, x, {
+        "dq.data": grads["q"].address, "dk.data": grads["k"].address, "dv.data": grads["v"].address,
+        "delta.data": delta.data.ptr, "sums": 0 if dQ is None else dQ.data.ptr, "blocks": blocks,
+    })  # fmt: skip

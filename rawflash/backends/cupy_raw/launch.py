@@ -385,7 +385,9 @@ class Launcher:
             made.data.memset_async(0, made.nbytes)
         return made
 
-    def run(self, kernel: str, blocks: int, words: array[int], smem_bytes: int = 0) -> None:
+    def run(
+        self, kernel: str, blocks: int, words: array[int], smem_bytes: int = 0, threads: int = THREADS
+    ) -> None:
         """Launch a kernel of the file on CuPy's current stream; ``blocks`` of threads, none is fine."""
         function = self.functions.get(kernel)
         if function is None:
@@ -395,7 +397,7 @@ class Launcher:
         if blocks > LARGEST_GRID:
             raise BackendError(f"{blocks} blocks of threads; one launch has at most {LARGEST_GRID}: split the batch")
         if blocks:
-            function(blocks, THREADS, words, smem_bytes)
+            function(blocks, threads, words, smem_bytes)
 
     def run_over(self, kernel: str, items: int, words: array[int], threads_each: int = 1) -> None:
         """Launch a kernel whose grid strides over ``items``, each of which takes some threads."""

@@ -57,6 +57,16 @@ template <int PENDING> __device__ __forceinline__ void await_groups()
 #endif
 }
 
+#if __CUDA_ARCH__ >= 800
+// The smaller number; NaN if one of them is.
+__device__ __forceinline__ float smaller_or_nan(float x, float y)
+{
+    float z;
+    asm("min.NaN.f32 %0, %1, %2;" : "=f"(z) : "f"(x), "f"(y));
+    return z;
+}
+#endif
+
 // The same number, which the compiler then keeps in a register instead of reading the argument of the kernel again and again.
 __device__ __forceinline__ long long in_register(long long x)
 {

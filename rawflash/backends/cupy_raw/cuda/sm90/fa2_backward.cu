@@ -1,0 +1,500 @@
+// FlashAttention-2, backward pass (Dao 2024, algorithm 2; Chu, Liu and Lin 2026, algorithm 8) for 16-bit inputs on Hopper.
+//
+// fa2_backward_keys: a block of threads owns Bc = 128 keys of one key head and runs over the Q blocks of all query heads that share it.
+// One warp copies (tensor maps), two warpgroups compute: each owns 64 of the keys, with dK and dV in registers. Everything is transposed,
+// S^T = K Q^T and dP^T = V dO^T, so that P^T and dS^T are factors of dV += P^T dO and dK += dS^T Q where they are, in registers. Only dS
+// goes to shared memory, for dQ_i = dS K, which is added to float32 sums in device memory, in the order in which the registers hold it.
+// S of the next step is under way while dQ of this one is added.
+// On chip:  K (Bc, d), V (Bc, dv), three Q (Br, d), two dO (Br, dv), two dS (Bc, Br) in 16 bits; three lse (Br), two delta (Br), barriers;
+//           in registers S, dP (Bc, Br), dK (Bc, d), dV (Bc, dv), dQ (Br, d).
+//
+// fa2_backward_finish: dQ = scale * those sums, rows by rows.
+//
+// Scores are plain ones: what hides keys is a band, and lengths. Rows and keys past the lengths are zeros on chip, so that products with
+// them are, too: of such a row, lse is +infinity, hence P = 0; such a key's P is bounded by exp2(-infinity).
+// Both start from delta = rowsum(dO * O) - dlse (side_gradients.cu).
+
+#include "numbers.cuh"
+#include "call.cuh"
+#include "tile.cuh"
+#include "padding.cuh"
+#include "hopper.cuh"
+
+constexpr int WARP_LANES = 32, WARPS = WARPGROUP / WARP_LANES;  // of a warpgroup
+constexpr int COMPUTING = 2, KEYS = BC / COMPUTING;             // warpgroups, and the keys of each
+constexpr int KEYS_THREADS = (1 + COMPUTING) * WARPGROUP;
+constexpr int Q_STAGES = 3, O_STAGES = 2, S_STAGES = 2;  // of Q, dO and dS on chip
+constexpr int TO_D = ceil_div(D, SLAB) * SLAB, TO_V = ceil_div(DV, SLAB) * SLAB;
+constexpr int SUM = 16;  // products that a matrix product of a warpgroup sums
+static_assert(KEYS == 64 && BR % SLAB == 0 && ALIGNED && D % 8 == 0 && DV % 8 == 0, "what products and copies can do");
+
+// Who computes which part of dQ_i, 64 rows each: half of the columns, or half of the rows; or all of it, from the warpgroup's own keys.
+constexpr bool BY_COLUMNS = BR == 64 && TO_D == 128, BY_ROWS = BR == 128 && TO_D == 64, BY_KEYS = !BY_COLUMNS && !BY_ROWS;
+constexpr int DQ_COLUMNS = BY_COLUMNS ? TO_D / 2 : TO_D;
+static_assert(!BY_KEYS || BR == 64, "all rows");
+constexpr int PATCH = 64 * DQ_COLUMNS;          // numbers of it
+constexpr int PATCHES = BR * TO_D / PATCH;      // in a block of rows
+constexpr int LANE_NUMBERS = 4;                 // neighbouring numbers of a lane there
+
+// Where things are on chip, in bytes.
+constexpr int AT_K = 0, AT_V = AT_K + BC * TO_D * 2, AT_Q = AT_V + BC * TO_V * 2, AT_DO = AT_Q + Q_STAGES * BR * TO_D * 2;
+constexpr int AT_DS = AT_DO + O_STAGES * BR * TO_V * 2, AT_LSE = AT_DS + S_STAGES * BC * BR * 2;
+constexpr int AT_DELTA = AT_LSE + Q_STAGES * BR * 4, AT_BARRIERS = AT_DELTA + O_STAGES * BR * 4;
+constexpr int K_THERE = 0, V_THERE = 1, Q_THERE = 2, Q_READ = Q_THERE + Q_STAGES, DO_THERE = Q_READ + Q_STAGES;
+constexpr int DO_READ = DO_THERE + O_STAGES, BARRIERS = DO_READ + O_STAGES;
+static_assert(AT_BARRIERS + BARRIERS * 8 == TILE_BYTES, "tiling.py and this file disagree on what is on chip");
+
+constexpr int MAP_Q = 0, MAP_K = 1, MAP_V = 2, MAP_DO = 3;
+constexpr int ALL_MEET = 1, WARPGROUP_MEETS = 2;  // named barriers: of all that compute, and one of each warpgroup
+constexpr int COPYING_REGISTERS = 24, COMPUTING_REGISTERS = 240;
+
+// Which keys, and the rows that see some of them: of every head, from i_low (the start of a block) on, before i_high.
+struct Work {
+    Sequence s;
+    long long b, h_kv, j0;
+    int i_low, i_high, steps;
+};
+
+__device__ __forceinline__ Work work_of(const Call& call)
+{
+    // Heads come in sections whose matrices L2 can hold; of a section the first keys first, which most rows see if it is causal.
+    Work work;
+    const unsigned heads = (unsigned)(call.B * call.Hkv), blocks = (unsigned)call.blocks, section = (unsigned)call.parts;
+    const unsigned first = blockIdx.x / (section * blocks) * section, rest = blockIdx.x - first * blocks;
+    const unsigned count = heads - first < section ? heads - first : section, bh = first + rest % count;
+    work.j0 = (long long)(rest / count) * BC;
+    work.b = bh / (unsigned)call.Hkv;
+    work.h_kv = bh % (unsigned)call.Hkv;
+    const Sequence s = work.s = sequence(call, work.b);
+    long long low = 0, high = work.j0 < s.kv_length ? s.q_length : 0;
+    if constexpr (BAND) {
+        const long long j1 = least(work.j0 + BC, s.kv_length);
+        low = clamp(work.j0 - s.offset - call.band_upper, 0, high) / BR * BR;
+        high = clamp(j1 - s.offset - call.band_lower, 0, high);
+    }
+    work.i_low = (int)low, work.i_high = (int)high;
+    work.steps = high > low ? ((int)(high - low) + BR - 1) / BR * (int)(call.Hq / call.Hkv) : 0;
+    return work;
+}
+
+// The sums of dQ lie in blocks of BR rows and TO_D columns; a sequence begins a new one. How many a head has, and where those of one begin.
+__device__ __forceinline__ long long blocks_of_head(const Call& call)
+{
+    return PACKED ? call.rows_q / BR + call.B : (call.Tq + BR - 1) / BR;
+}
+
+__device__ __forceinline__ float* sums_of_head(const Call& call, const Sequence& s, long long h)
+{
+    const long long first = PACKED ? s.q_start / BR + s.b : 0;  // sequences before have at most as many
+    return call.sums + ((s.slot * call.Hq + h) * blocks_of_head(call) + first) * (BR * TO_D);
+}
+
+// A ring of stages: which is next, and the parity of the phase that its barriers are in.
+template <int STAGES> struct Ring {
+    int stage = 0, parity = 0;
+    __device__ __forceinline__ void next()
+    {
+        if (++stage == STAGES)
+            stage = 0, parity ^= 1;
+    }
+};
+
+// ---- the warp that copies ---------------------------------------------------------------------------------------------------
+
+// All slabs of a box.
+template <int ROWS, int COLUMNS>
+__device__ __forceinline__ void copy_slabs(
+    unsigned char* to, const TensorMap& map, Barrier* barrier, long long row, long long h, long long slot)
+{
+#pragma unroll
+    for (int x = 0; x < COLUMNS; x += SLAB)
+        copy_box(to + x / SLAB * ROWS * SLAB_ROW, map, barrier, x, (int)row, (int)h, (int)slot);
+}
+
+__device__ __forceinline__ void copy_all(const MappedCall& argument, const Work& work, unsigned char* on_chip, Barrier* barriers)
+{
+    const Call& call = argument.call;
+    const Sequence& s = work.s;
+    const int lane = threadIdx.x;
+    if (lane == 0) {
+        arrive_expecting(barriers + K_THERE, BC * TO_D * 2);
+        copy_slabs<BC, TO_D>(on_chip + AT_K, argument.map[MAP_K], barriers + K_THERE, s.k_start + work.j0, work.h_kv, s.slot);
+    }
+    const int group = (int)(call.Hq / call.Hkv);
+    Ring<Q_STAGES> to_q;
+    Ring<O_STAGES> to_o;
+    int h = (int)work.h_kv * group, i0 = work.i_low;
+    for (int step = 0; step < work.steps; step++) {
+        // Q_i, after the first also V, and lse in units of exp2. A row that sees nothing has P = 0.
+        Barrier* there = barriers + Q_THERE + to_q.stage;
+        await(barriers + Q_READ + to_q.stage, to_q.parity ^ 1);
+        if (lane == 0) {
+            arrive_expecting(there, BR * TO_D * 2);
+            copy_slabs<BR, TO_D>(on_chip + AT_Q + to_q.stage * BR * TO_D * 2, argument.map[MAP_Q], there, s.q_start + i0, h, s.slot);
+        }
+        if (step == 0 && lane == 0) {
+            arrive_expecting(barriers + V_THERE, BC * TO_V * 2);
+            copy_slabs<BC, TO_V>(on_chip + AT_V, argument.map[MAP_V], barriers + V_THERE, s.k_start + work.j0, work.h_kv, s.slot);
+        }
+        for (int y = lane; y < BR; y += WARP_LANES) {
+            float lse = INFINITE;
+            if (i0 + y < s.q_length) {
+                lse = *row_of(call.lse, s.slot, h, s.q_start + i0 + y);
+                lse = lse == -INFINITE ? INFINITE : lse * LOG2E;
+            }
+            ((float*)(on_chip + AT_LSE))[to_q.stage * BR + y] = lse;
+        }
+        arrive(there);
+
+        // dO_i and delta
+        there = barriers + DO_THERE + to_o.stage;
+        await(barriers + DO_READ + to_o.stage, to_o.parity ^ 1);
+        if (lane == 0) {
+            arrive_expecting(there, BR * TO_V * 2);
+            copy_slabs<BR, TO_V>(on_chip + AT_DO + to_o.stage * BR * TO_V * 2, argument.map[MAP_DO], there, s.q_start + i0, h, s.slot);
+        }
+        for (int y = lane; y < BR; y += WARP_LANES)
+            ((float*)(on_chip + AT_DELTA))[to_o.stage * BR + y] =
+                i0 + y < s.q_length ? *row_of(call.delta, s.slot, h, s.q_start + i0 + y) : 0.0f;
+        arrive(there);
+
+        to_q.next(), to_o.next();
+        if ((i0 += BR) >= work.i_high)
+            i0 = work.i_low, h++;
+    }
+}
+
+// ---- the warpgroups that compute --------------------------------------------------------------------------------------------------
+
+__device__ __forceinline__ unsigned pair(float x, float y) { return TYPE == BFLOAT16 ? bfloat16_pair(x, y) : float16_pair(x, y); }
+
+// The sums 8 n to 8 n + 7 in 16 bits: the factor of 16 columns.
+template <int COUNT> __device__ __forceinline__ void to_factor(unsigned (&factor)[4], const float (&sum)[COUNT], int n)
+{
+#pragma unroll
+    for (int e = 0; e < 4; e++)
+        factor[e] = pair(sum[8 * n + 2 * e], sum[8 * n + 2 * e + 1]);
+}
+
+// Such a factor of the warpgroup's rows from `row` on to shared memory, into 16 columns of slabs of ROWS rows.
+template <int ROWS> __device__ __forceinline__ void store_factor(unsigned char* slabs, int row, int n, const unsigned (&factor)[4])
+{
+    const int lane = threadIdx.x % WARP_LANES, warp = threadIdx.x / WARP_LANES % WARPS;
+    const int piece = 2 * n + lane / 16;
+    store_matrices<false>(slabs + piece / 8 * ROWS * SLAB_ROW + in_slab(row + 16 * warp + lane % 16, piece % 8),
+                          factor[0], factor[1], factor[2], factor[3]);
+}
+
+// Zeros in rows [from, ROWS) of slabs; by all that compute.
+template <int ROWS, int COLUMNS> __device__ __forceinline__ void clear_rows(unsigned char* slabs, int from)
+{
+    constexpr int VECTORS = SLAB_ROW / VECTOR_BYTES;
+    for (int n = threadIdx.x - WARPGROUP; n < (ROWS - from) * VECTORS * (COLUMNS / SLAB); n += COMPUTING * WARPGROUP) {
+        const int slab = n / ((ROWS - from) * VECTORS), at = from * VECTORS + n % ((ROWS - from) * VECTORS);
+        ((uint4*)(slabs + slab * ROWS * SLAB_ROW))[at] = make_uint4(0, 0, 0, 0);
+    }
+}
+
+__device__ __forceinline__ void all_meet() { meet(ALL_MEET, COMPUTING * WARPGROUP); }
+
+// Byte offset of the n-th 16 columns of a factor that is not transposed, in slabs of ROWS rows.
+template <int ROWS> __device__ constexpr int column_step(int n) { return n / 4 * ROWS * SLAB_ROW + n % 4 * 32; }
+constexpr int ROW_STEP = SUM * SLAB_ROW;  // the same of one that is
+
+// Rows of slabs in shared memory to rows of a matrix, as many as exist; zeros past `full`. By a warpgroup.
+template <int ROWS, int COLUMNS, int WIDTH>
+__device__ __forceinline__ void store_rows(
+    const Matrix& matrix, const unsigned char* slabs, int first, int count, long long exist, long long full, long long slot, long long h, long long t,
+    int thread, int threads)
+{
+    constexpr int VECTORS = WIDTH / 8;
+    for (int n = thread; n < count * VECTORS; n += threads) {
+        const int y = n / VECTORS, piece = n % VECTORS;
+        if (y < exist) {
+            uint4 x = *(const uint4*)(slabs + piece / 8 * ROWS * SLAB_ROW + in_slab(first + y, piece % 8));
+            if (y >= full)
+                x = make_uint4(0, 0, 0, 0);
+            *(uint4*)(row_of(matrix, slot, h, t + y) + 8 * piece) = x;
+        }
+    }
+}
+
+__device__ __forceinline__ void compute_all(const Call& call, const Work& work, unsigned char* on_chip, Barrier* barriers)
+{
+    const Sequence& s = work.s;
+    const int lane = threadIdx.x % WARP_LANES, warp = threadIdx.x / WARP_LANES % WARPS;
+    const int mine = __shfl_sync(WARP, (int)(threadIdx.x / WARPGROUP) - 1, 0), first_key = mine * KEYS;
+    float dK[TO_D / 2], dV[TO_V / 2];
+#pragma unroll
+    for (int n = 0; n < TO_D / 2; n++)
+        dK[n] = 0.0f;
+#pragma unroll
+    for (int n = 0; n < TO_V / 2; n++)
+        dV[n] = 0.0f;
+
+    if (work.steps > 0) {
+        const float scale = (float)(call.scale * (double)LOG2E);
+        const int q_length = (int)s.q_length, left = (int)least(s.kv_length - work.j0, BC);  // keys of the block
+        // Of the lane's two keys: the bound of the exponent, and the rows of the band. A tile is plain if all of its rows are.
+        float bound[2];
+        int first[2], count[2], plain_from = 0, plain_to = 0;
+#pragma unroll
+        for (int e = 0; e < 2; e++) {
+            const int y = first_key + 16 * warp + lane / 4 + 8 * e;
+            bound[e] = y < left ? 0.0f : -INFINITE;
+            if constexpr (BAND) {
+                const long long j = work.j0 + y - s.offset;
+                first[e] = (int)clamp(j - call.band_upper, 0, q_length + BR);
+                count[e] = (int)clamp(j - call.band_lower + 1, 0, q_length + BR) - first[e];
+                first[e] -= 2 * (lane % 4);
+            }
+        }
+        if constexpr (BAND) {
+            const long long j = work.j0 + first_key - s.offset;
+            plain_from = (int)clamp(j + KEYS - 1 - call.band_upper, 0, q_length + BR);
+            plain_to = (int)clamp(j - call.band_lower + 1, 0, q_length + BR);
+        }
+        // Copies read what follows the rows of a sequence if there is something
+        const bool rows_follow = s.q_start + s.q_length < call.rows_q, keys_follow = s.k_start + s.kv_length < call.rows_k;
+        const int group = (int)(call.Hq / call.Hkv);
+        float* sums = sums_of_head(call, s, work.h_kv * group) + (long long)(work.i_low / BR) * (BR * TO_D) +
+                      (BY_KEYS ? 0 : mine * PATCH) + (warp * (DQ_COLUMNS / 8) * WARP_LANES + lane) * LANE_NUMBERS;
+
+        const unsigned long long K = factor(on_chip + AT_K + first_key * SLAB_ROW), V = factor(on_chip + AT_V + first_key * SLAB_ROW);
+        const unsigned long long K_across = factor(on_chip + AT_K + (BY_COLUMNS ? mine * BC * SLAB_ROW : 0), BC * SLAB_ROW);
+        const unsigned long long Q = factor(on_chip + AT_Q), Q_across = factor(on_chip + AT_Q, BR * SLAB_ROW);
+        const unsigned long long dO = factor(on_chip + AT_DO), dO_across = factor(on_chip + AT_DO, BR * SLAB_ROW);
+        const unsigned long long dS_across = factor(on_chip + AT_DS + (BY_ROWS ? mine * BC * SLAB_ROW : 0), BC * SLAB_ROW);
+
+        Ring<Q_STAGES> at_q, next_q;
+        Ring<O_STAGES> at_o;
+        int i0 = work.i_low, last_q = 0;
+        float S[BR / 2];
+
+        await(barriers + K_THERE, 0);
+        if (keys_follow && left < BC) {
+            await(barriers + V_THERE, 0);
+            clear_rows<BC, TO_D>(on_chip + AT_K, left);
+            clear_rows<BC, TO_V>(on_chip + AT_V, left);
+            fence_shared();
+            all_meet();
+        }
+
+        // S^T = K Q^T
+        const auto begin_scores = [&](int i0) {
+            await(barriers + Q_THERE + next_q.stage, next_q.parity);
+            if (rows_follow && i0 + BR > q_length) {
+                clear_rows<BR, TO_D>(on_chip + AT_Q + next_q.stage * BR * TO_D * 2, q_length - i0);
+                fence_shared();
+                all_meet();
+            }
+            fence_products();
+#pragma unroll
+            for (int n = 0; n < TO_D / SUM; n++)
+                multiply_ss<BR>(S, moved(K, column_step<BC>(n)), moved(Q, column_step<BR>(n)) + next_q.stage * (BR * TO_D * 2 >> 4), n > 0);
+            next_q.next();
+        };
+        begin_scores(i0);
+        commit_products();
+        await(barriers + V_THERE, 0);
+
+        for (int step = 0; step < work.steps; step++) {
+            // dP^T = V dO^T
+            float dP[BR / 2];
+            await(barriers + DO_THERE + at_o.stage, at_o.parity);
+            if (rows_follow && i0 + BR > q_length) {
+                clear_rows<BR, TO_V>(on_chip + AT_DO + at_o.stage * BR * TO_V * 2, q_length - i0);
+                fence_shared();
+                all_meet();
+            }
+            fence_products();
+#pragma unroll
+            for (int n = 0; n < TO_V / SUM; n++)
+                multiply_ss<BR>(dP, moved(V, column_step<BC>(n)), moved(dO, column_step<BR>(n)) + at_o.stage * (BR * TO_V * 2 >> 4), n > 0);
+            commit_products();
+
+            // P = exp(S - lse), at most 1 whatever was rounded; NaN stays NaN
+            const float2* const lse = (const float2*)(on_chip + AT_LSE) + at_q.stage * (BR / 2) + lane % 4;
+            const bool plain = !BAND || (i0 >= plain_from && i0 + BR <= plain_to);
+            const int from[2] = {BAND ? i0 - first[0] : 0, BAND ? i0 - first[1] : 0};
+            await_products<1>();  // S, and dK of the step before
+            if (step > 0 && lane == 0)
+                arrive(barriers + Q_READ + last_q);
+#pragma unroll
+            for (int n = 0; n < BR / 8; n++) {
+                const float2 x = lse[4 * n];
+#pragma unroll
+                for (int e = 0; e < 4; e++)
+                    S[4 * n + e] = exp2_approximately(smaller_or_nan(fmaf(S[4 * n + e], scale, -(e % 2 ? x.y : x.x)), bound[e / 2]));
+            }
+            // Column 8 (n / 4) + n % 2 and the lane's first are the row, counted from i0
+            const auto hide = [&](float (&x)[BR / 2]) {
+#pragma unroll
+                for (int n = 0; n < BR / 2; n++)
+                    if ((unsigned)(from[n / 2 % 2] + 8 * (n / 4) + n % 2) >= (unsigned)count[n / 2 % 2])
+                        x[n] = 0.0f;
+            };
+            if (!plain)
+                hide(S);
+            await_products<0>();  // dP
+
+            // dV += P^T dO
+            unsigned P[BR / SUM][4];
+#pragma unroll
+            for (int n = 0; n < BR / SUM; n++)
+                to_factor(P[n], S, n);
+            fence_products();
+#pragma unroll
+            for (int n = 0; n < BR / SUM; n++)
+                multiply_rs<TO_V, true>(dV, P[n], moved(dO_across, n * ROW_STEP) + at_o.stage * (BR * TO_V * 2 >> 4), true);
+            commit_products();
+
+            // dS = P (dP - delta)
+            const float2* const delta = (const float2*)(on_chip + AT_DELTA) + at_o.stage * (BR / 2) + lane % 4;
+#pragma unroll
+            for (int n = 0; n < BR / 8; n++) {
+                const float2 x = delta[4 * n];
+#pragma unroll
+                for (int e = 0; e < 4; e++)
+                    dP[4 * n + e] = S[4 * n + e] * (dP[4 * n + e] - (e % 2 ? x.y : x.x));
+            }
+            if (!plain)
+                hide(dP);
+            unsigned dS[BR / SUM][4];
+            unsigned char* const tile = on_chip + AT_DS + step % S_STAGES * BC * BR * 2;
+#pragma unroll
+            for (int n = 0; n < BR / SUM; n++) {
+                to_factor(dS[n], dP, n);
+                store_factor<BC>(tile, first_key, n, dS[n]);
+            }
+            fence_shared();
+            all_meet();  // dS is there; no thread reads that of the step before the last any more
+
+            // dQ_i = dS K
+            float dQ[DQ_COLUMNS / 2];
+            fence_products();
+#pragma unroll
+            for (int n = 0; n < (BY_KEYS ? KEYS : BC) / SUM; n++)
+                multiply_ss<DQ_COLUMNS, true, true>(
+                    dQ, moved(dS_across, n * ROW_STEP) + (step % S_STAGES * (BC * BR * 2 >> 4) + (BY_KEYS ? mine * (KEYS * SLAB_ROW >> 4) : 0)),
+                    moved(K_across, n * ROW_STEP) + (BY_KEYS ? mine * (KEYS * SLAB_ROW >> 4) : 0), n > 0);
+            commit_products();
+
+            // dK += dS^T Q
+#pragma unroll
+            for (int n = 0; n < BR / SUM; n++)
+                multiply_rs<TO_D, true>(dK, dS[n], moved(Q_across, n * ROW_STEP) + at_q.stage * (BR * TO_D * 2 >> 4), true);
+            commit_products();
+            await_products<2>();  // dV
+            if (lane == 0)
+                arrive(barriers + DO_READ + at_o.stage);
+            at_o.next();
+
+            // S of the next step
+            float* const to = sums;
+            last_q = at_q.stage;
+            at_q.next();
+            i0 += BR, sums += BR * TO_D;
+            if (i0 >= work.i_high) {
+                i0 = work.i_low;
+                sums += (blocks_of_head(call) - (work.i_high - work.i_low + BR - 1) / BR) * (BR * TO_D);
+            }
+            if (step + 1 < work.steps)
+                begin_scores(i0);
+            commit_products();
+
+            await_products<2>();  // dQ
+#pragma unroll
+            for (int n = 0; n < DQ_COLUMNS / 8; n++)
+                atomicAdd(reinterpret_cast<float4*>(to + n * WARP_LANES * LANE_NUMBERS),
+                          make_float4(dQ[4 * n], dQ[4 * n + 1], dQ[4 * n + 2], dQ[4 * n + 3]));
+        }
+        await_products<0>();  // dK
+        all_meet();  // no thread reads K and V any more
+    }
+
+    // Write dK_j, dV_j, by way of where K and V were. Keys of padding have 0.
+    const float scale = (float)call.scale;
+#pragma unroll
+    for (int n = 0; n < TO_D / SUM; n++) {
+        unsigned x[4];
+#pragma unroll
+        for (int e = 0; e < 4; e++)
+            x[e] = pair(dK[8 * n + 2 * e] * scale, dK[8 * n + 2 * e + 1] * scale);
+        store_factor<BC>(on_chip + AT_K, first_key, n, x);
+    }
+#pragma unroll
+    for (int n = 0; n < TO_V / SUM; n++) {
+        unsigned x[4];
+        to_factor(x, dV, n);
+        store_factor<BC>(on_chip + AT_V, first_key, n, x);
+    }
+    meet(WARPGROUP_MEETS + mine, WARPGROUP);
+    const long long j = work.j0 + first_key, exist = (PACKED ? s.kv_length : call.Tk) - j, full = s.kv_length - j;
+    const int thread = threadIdx.x % WARPGROUP;
+    store_rows<BC, TO_D, D>(call.dk, on_chip + AT_K, first_key, KEYS, exist, full, s.slot, work.h_kv, s.k_start + j, thread, WARPGROUP);
+    store_rows<BC, TO_V, DV>(call.dv, on_chip + AT_V, first_key, KEYS, exist, full, s.slot, work.h_kv, s.k_start + j, thread, WARPGROUP);
+}
+
+extern "C" __global__ void __launch_bounds__(KEYS_THREADS, 1) fa2_backward_keys(const __grid_constant__ MappedCall argument)
+{
+    extern __shared__ __align__(SLAB_ALIGNMENT) unsigned char on_chip[];
+    Barrier* const barriers = (Barrier*)(on_chip + AT_BARRIERS);
+    const Call& call = argument.call;
+    const Work work = work_of(call);
+    if (work.j0 >= (PACKED ? work.s.kv_length : call.Tk))
+        return;
+    if (threadIdx.x == 0) {
+        init_barrier(barriers + K_THERE, 1);
+        init_barrier(barriers + V_THERE, 1);
+        for (int n = 0; n < Q_STAGES; n++) {
+            init_barrier(barriers + Q_THERE + n, 1 + WARP_LANES);  // who begins the copy, and lanes that wrote lse
+            init_barrier(barriers + Q_READ + n, COMPUTING * WARPS);
+        }
+        for (int n = 0; n < O_STAGES; n++) {
+            init_barrier(barriers + DO_THERE + n, 1 + WARP_LANES);
+            init_barrier(barriers + DO_READ + n, COMPUTING * WARPS);
+        }
+        fence_barriers();
+    }
+    __syncthreads();  // barriers are there
+    if (threadIdx.x < WARPGROUP) {
+        give_registers<COPYING_REGISTERS>();
+        if (threadIdx.x < WARP_LANES && work.steps > 0)
+            copy_all(argument, work, on_chip, barriers);
+    } else {
+        take_registers<COMPUTING_REGISTERS>();
+        compute_all(call, work, on_chip, barriers);
+    }
+}
+
+// dQ = scale * sums, in the dtype of q. Rows of padding hold 0.
+extern "C" __global__ void __launch_bounds__(THREADS) fa2_backward_finish(const __grid_constant__ Call call)
+{
+    extern __shared__ __align__(SLAB_ALIGNMENT) unsigned char on_chip[];
+    const long long blocks = (call.Tq + BR - 1) / BR, block = blockIdx.x % blocks, bh = blockIdx.x / blocks, h = bh % call.Hq;
+    const Sequence s = sequence(call, bh / call.Hq);
+    const long long i0 = block * BR, exist = (PACKED ? s.q_length : call.Tq) - i0;
+    if (exist <= 0)
+        return;
+    const int lane = threadIdx.x % WARP_LANES, warp = threadIdx.x / WARP_LANES % WARPS, patch = threadIdx.x / WARPGROUP;
+    const float scale = (float)call.scale;
+    if (patch < PATCHES) {
+        const float* const sums = sums_of_head(call, s, h) + block * (BR * TO_D) + patch * PATCH +
+                                  (warp * (DQ_COLUMNS / 8) * WARP_LANES + lane) * LANE_NUMBERS;
+        unsigned char* const slabs = on_chip + (BY_COLUMNS ? patch * BR * SLAB_ROW : 0);
+#pragma unroll
+        for (int n = 0; n < DQ_COLUMNS / SUM; n++) {
+            unsigned x[4];
+#pragma unroll
+            for (int e = 0; e < 2; e++) {
+                const float4 y = *reinterpret_cast<const float4*>(sums + (2 * n + e) * WARP_LANES * LANE_NUMBERS);
+                x[2 * e] = pair(y.x * scale, y.y * scale);
+                x[2 * e + 1] = pair(y.z * scale, y.w * scale);
+            }
+            store_factor<BR>(slabs, BY_ROWS ? patch * 64 : 0, n, x);
+        }
+    }
+    __syncthreads();  // the rows are there
+    store_rows<BR, TO_D, D>(call.dq, on_chip, 0, BR, exist, s.q_length - i0, s.slot, h, s.q_start + i0, threadIdx.x, THREADS);
+}
