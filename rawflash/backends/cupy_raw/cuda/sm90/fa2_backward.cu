@@ -20,11 +20,14 @@
 #include "padding.cuh"
 #include "hopper.cuh"
 
+#define DS_FROM_SHARED 1
+
 constexpr int WARP_LANES = 32, WARPS = WARPGROUP / WARP_LANES;  // of a warpgroup
 constexpr int COMPUTING = 2, KEYS = BC / COMPUTING;             // warpgroups, and the keys of each
 constexpr int KEYS_THREADS = (1 + COMPUTING) * WARPGROUP;
 constexpr int Q_STAGES = 3, O_STAGES = 2, S_STAGES = 2;  // of Q, dO and dS on chip
 constexpr int TO_D = ceil_div(D, SLAB) * SLAB, TO_V = ceil_div(DV, SLAB) * SLAB;
+constexpr int PART = 64, PARTS = BR / PART;  // rows that dP has at a time
 constexpr int SUM = 16;  // products that a matrix product of a warpgroup sums
 static_assert(KEYS == 64 && BR % SLAB == 0 && ALIGNED && D % 8 == 0 && DV % 8 == 0, "what products and copies can do");
 
@@ -261,111 +264,120 @@ __device__ __forceinline__ void compute_all(const Call& call, const Work& work, 
                       (BY_KEYS ? 0 : mine * PATCH) + (warp * (DQ_COLUMNS / 8) * WARP_LANES + lane) * LANE_NUMBERS;
 
         const unsigned long long K = factor(on_chip + AT_K + first_key * SLAB_ROW), V = factor(on_chip + AT_V + first_key * SLAB_ROW);
-        const unsigned long long K_across = factor(on_chip + AT_K + (BY_COLUMNS ? mine * BC * SLAB_ROW : 0), BC * SLAB_ROW);
+        const unsigned long long K_across =
+            factor(on_chip + AT_K + (BY_COLUMNS ? mine * BC * SLAB_ROW : BY_KEYS ? first_key * SLAB_ROW : 0), BC * SLAB_ROW);
         const unsigned long long Q = factor(on_chip + AT_Q), Q_across = factor(on_chip + AT_Q, BR * SLAB_ROW);
         const unsigned long long dO = factor(on_chip + AT_DO), dO_across = factor(on_chip + AT_DO, BR * SLAB_ROW);
-        const unsigned long long dS_across = factor(on_chip + AT_DS + (BY_ROWS ? mine * BC * SLAB_ROW : 0), BC * SLAB_ROW);
+        const unsigned long long dS_across =
+            factor(on_chip + AT_DS + (BY_ROWS ? mine * BC * SLAB_ROW : BY_KEYS ? first_key * SLAB_ROW : 0), BC * SLAB_ROW);
+        const unsigned long long dS_mine = factor(on_chip + AT_DS + first_key * SLAB_ROW);
 
-        Ring<Q_STAGES> at_q, next_q;
+        Ring<Q_STAGES> at_q;
         Ring<O_STAGES> at_o;
         int i0 = work.i_low, last_q = 0;
-        float S[BR / 2];
 
         await(barriers + K_THERE, 0);
+        await(barriers + V_THERE, 0);
         if (keys_follow && left < BC) {
-            await(barriers + V_THERE, 0);
             clear_rows<BC, TO_D>(on_chip + AT_K, left);
             clear_rows<BC, TO_V>(on_chip + AT_V, left);
             fence_shared();
             all_meet();
         }
 
-        // S^T = K Q^T
-        const auto begin_scores = [&](int i0) {
-            await(barriers + Q_THERE + next_q.stage, next_q.parity);
-            if (rows_follow && i0 + BR > q_length) {
-                clear_rows<BR, TO_D>(on_chip + AT_Q + next_q.stage * BR * TO_D * 2, q_length - i0);
+        for (int step = 0; step < work.steps; step++) {
+            const bool rows_end = rows_follow && i0 + BR > q_length;
+            unsigned char* const tile = on_chip + AT_DS + step % S_STAGES * BC * BR * 2;
+            const int of_q = at_q.stage * (BR * TO_D * 2 >> 4), of_o = at_o.stage * (BR * TO_V * 2 >> 4), of_s = step % S_STAGES * (BC * BR * 2 >> 4);
+
+            // S^T = K Q^T
+            float S[BR / 2];
+            await(barriers + Q_THERE + at_q.stage, at_q.parity);
+            if (rows_end) {
+                clear_rows<BR, TO_D>(on_chip + AT_Q + at_q.stage * BR * TO_D * 2, q_length - i0);
                 fence_shared();
                 all_meet();
             }
             fence_products();
 #pragma unroll
             for (int n = 0; n < TO_D / SUM; n++)
-                multiply_ss<BR>(S, moved(K, column_step<BC>(n)), moved(Q, column_step<BR>(n)) + next_q.stage * (BR * TO_D * 2 >> 4), n > 0);
-            next_q.next();
-        };
-        begin_scores(i0);
-        commit_products();
-        await(barriers + V_THERE, 0);
+                multiply_ss<BR>(S, moved(K, column_step<BC>(n)), moved(Q, column_step<BR>(n)) + of_q, n > 0);
+            commit_products();
 
-        for (int step = 0; step < work.steps; step++) {
-            // dP^T = V dO^T
-            float dP[BR / 2];
+            // dP^T = V dO^T, 64 rows at a time
+            float dP[PARTS][PART / 2];
             await(barriers + DO_THERE + at_o.stage, at_o.parity);
-            if (rows_follow && i0 + BR > q_length) {
+            if (rows_end) {
                 clear_rows<BR, TO_V>(on_chip + AT_DO + at_o.stage * BR * TO_V * 2, q_length - i0);
                 fence_shared();
                 all_meet();
             }
             fence_products();
 #pragma unroll
-            for (int n = 0; n < TO_V / SUM; n++)
-                multiply_ss<BR>(dP, moved(V, column_step<BC>(n)), moved(dO, column_step<BR>(n)) + at_o.stage * (BR * TO_V * 2 >> 4), n > 0);
-            commit_products();
-
-            // P = exp(S - lse), at most 1 whatever was rounded; NaN stays NaN
-            const float2* const lse = (const float2*)(on_chip + AT_LSE) + at_q.stage * (BR / 2) + lane % 4;
-            const bool plain = !BAND || (i0 >= plain_from && i0 + BR <= plain_to);
-            const int from[2] = {BAND ? i0 - first[0] : 0, BAND ? i0 - first[1] : 0};
-            await_products<1>();  // S, and dK of the step before
+            for (int r = 0; r < PARTS; r++) {
+#pragma unroll
+                for (int n = 0; n < TO_V / SUM; n++)
+                    multiply_ss<PART>(dP[r], moved(V, column_step<BC>(n)), moved(dO, r * PART * SLAB_ROW + column_step<BR>(n)) + of_o, n > 0);
+                commit_products();
+            }
+            await_products<PARTS>();  // S, and dK of the step before
             if (step > 0 && lane == 0)
                 arrive(barriers + Q_READ + last_q);
-#pragma unroll
-            for (int n = 0; n < BR / 8; n++) {
-                const float2 x = lse[4 * n];
-#pragma unroll
-                for (int e = 0; e < 4; e++)
-                    S[4 * n + e] = exp2_approximately(smaller_or_nan(fmaf(S[4 * n + e], scale, -(e % 2 ? x.y : x.x)), bound[e / 2]));
-            }
-            // Column 8 (n / 4) + n % 2 and the lane's first are the row, counted from i0
-            const auto hide = [&](float (&x)[BR / 2]) {
-#pragma unroll
-                for (int n = 0; n < BR / 2; n++)
-                    if ((unsigned)(from[n / 2 % 2] + 8 * (n / 4) + n % 2) >= (unsigned)count[n / 2 % 2])
-                        x[n] = 0.0f;
-            };
-            if (!plain)
-                hide(S);
-            await_products<0>();  // dP
 
-            // dV += P^T dO
+            const bool plain = !BAND || (i0 >= plain_from && i0 + BR <= plain_to);
             unsigned P[BR / SUM][4];
-#pragma unroll
-            for (int n = 0; n < BR / SUM; n++)
-                to_factor(P[n], S, n);
-            fence_products();
-#pragma unroll
-            for (int n = 0; n < BR / SUM; n++)
-                multiply_rs<TO_V, true>(dV, P[n], moved(dO_across, n * ROW_STEP) + at_o.stage * (BR * TO_V * 2 >> 4), true);
-            commit_products();
-
-            // dS = P (dP - delta)
-            const float2* const delta = (const float2*)(on_chip + AT_DELTA) + at_o.stage * (BR / 2) + lane % 4;
-#pragma unroll
-            for (int n = 0; n < BR / 8; n++) {
-                const float2 x = delta[4 * n];
-#pragma unroll
-                for (int e = 0; e < 4; e++)
-                    dP[4 * n + e] = S[4 * n + e] * (dP[4 * n + e] - (e % 2 ? x.y : x.x));
-            }
-            if (!plain)
-                hide(dP);
+#if !DS_FROM_SHARED
             unsigned dS[BR / SUM][4];
-            unsigned char* const tile = on_chip + AT_DS + step % S_STAGES * BC * BR * 2;
+#endif
 #pragma unroll
-            for (int n = 0; n < BR / SUM; n++) {
-                to_factor(dS[n], dP, n);
-                store_factor<BC>(tile, first_key, n, dS[n]);
+            for (int r = 0; r < PARTS; r++) {
+                // P = exp(S - lse), at most 1 whatever was rounded; NaN stays NaN
+                const float2* const lse = (const float2*)(on_chip + AT_LSE) + at_q.stage * (BR / 2) + r * (PART / 2) + lane % 4;
+                float x[PART / 2];
+#pragma unroll
+                for (int n = 0; n < PART / 2; n++) {
+                    const float minus = n % 2 ? -lse[n / 4 * 4].y : -lse[n / 4 * 4].x;
+                    x[n] = exp2_approximately(smaller_or_nan(fmaf(S[r * (PART / 2) + n], scale, minus), bound[n / 2 % 2]));
+                }
+                // Column 8 (n / 4) + n % 2 after the lane's first is the row, counted from i0
+                const auto hide = [&](float (&x)[PART / 2]) {
+#pragma unroll
+                    for (int n = 0; n < PART / 2; n++)
+                        if ((unsigned)(i0 - first[n / 2 % 2] + r * PART + 8 * (n / 4) + n % 2) >= (unsigned)count[n / 2 % 2])
+                            x[n] = 0.0f;
+                };
+                if (!plain)
+                    hide(x);
+                await_products<PARTS - 1>();  // this dP
+
+                // dV += P^T dO
+#pragma unroll
+                for (int n = 0; n < PART / SUM; n++)
+                    to_factor(P[r * (PART / SUM) + n], x, n);
+                fence_products();
+#pragma unroll
+                for (int n = 0; n < PART / SUM; n++)
+                    multiply_rs<TO_V, true>(dV, P[r * (PART / SUM) + n], moved(dO_across, r * PART * SLAB_ROW + n * ROW_STEP) + of_o, true);
+                commit_products();
+
+                // dS = P (dP - delta)
+                const float2* const delta = (const float2*)(on_chip + AT_DELTA) + at_o.stage * (BR / 2) + r * (PART / 2) + lane % 4;
+#pragma unroll
+                for (int n = 0; n < PART / 2; n++)
+                    x[n] *= dP[r][n] - (n % 2 ? delta[n / 4 * 4].y : delta[n / 4 * 4].x);
+                if (!plain)
+                    hide(x);
+#pragma unroll
+                for (int n = 0; n < PART / SUM; n++) {
+#if DS_FROM_SHARED
+                    unsigned dS[1][4];
+                    to_factor(dS[0], x, n);
+                    store_factor<BC>(tile, first_key, r * (PART / SUM) + n, dS[0]);
+#else
+                    to_factor(dS[r * (PART / SUM) + n], x, n);
+                    store_factor<BC>(tile, first_key, r * (PART / SUM) + n, dS[r * (PART / SUM) + n]);
+#endif
+                }
             }
             fence_shared();
             all_meet();  // dS is there; no thread reads that of the step before the last any more
@@ -375,39 +387,36 @@ __device__ __forceinline__ void compute_all(const Call& call, const Work& work, 
             fence_products();
 #pragma unroll
             for (int n = 0; n < (BY_KEYS ? KEYS : BC) / SUM; n++)
-                multiply_ss<DQ_COLUMNS, true, true>(
-                    dQ, moved(dS_across, n * ROW_STEP) + (step % S_STAGES * (BC * BR * 2 >> 4) + (BY_KEYS ? mine * (KEYS * SLAB_ROW >> 4) : 0)),
-                    moved(K_across, n * ROW_STEP) + (BY_KEYS ? mine * (KEYS * SLAB_ROW >> 4) : 0), n > 0);
+                multiply_ss<DQ_COLUMNS, true, true>(dQ, moved(dS_across, n * ROW_STEP) + of_s, moved(K_across, n * ROW_STEP), n > 0);
             commit_products();
 
             // dK += dS^T Q
 #pragma unroll
             for (int n = 0; n < BR / SUM; n++)
-                multiply_rs<TO_D, true>(dK, dS[n], moved(Q_across, n * ROW_STEP) + at_q.stage * (BR * TO_D * 2 >> 4), true);
+#if DS_FROM_SHARED
+                multiply_ss<TO_D, false, true>(dK, moved(dS_mine, column_step<BC>(n)) + of_s, moved(Q_across, n * ROW_STEP) + of_q, true);
+#else
+                multiply_rs<TO_D, true>(dK, dS[n], moved(Q_across, n * ROW_STEP) + of_q, true);
+#endif
             commit_products();
             await_products<2>();  // dV
             if (lane == 0)
                 arrive(barriers + DO_READ + at_o.stage);
-            at_o.next();
-
-            // S of the next step
-            float* const to = sums;
+            await_products<1>();  // dQ
+#pragma unroll
+            for (int n = 0; n < DQ_COLUMNS / 8; n++)
+                atomicAdd(reinterpret_cast<float4*>(sums + n * WARP_LANES * LANE_NUMBERS),
+                          make_float4(dQ[4 * n], dQ[4 * n + 1], dQ[4 * n + 2], dQ[4 * n + 3]));
+#if !DS_FROM_SHARED
+            await_products<0>();
+#endif
             last_q = at_q.stage;
-            at_q.next();
+            at_q.next(), at_o.next();
             i0 += BR, sums += BR * TO_D;
             if (i0 >= work.i_high) {
                 i0 = work.i_low;
                 sums += (blocks_of_head(call) - (work.i_high - work.i_low + BR - 1) / BR) * (BR * TO_D);
             }
-            if (step + 1 < work.steps)
-                begin_scores(i0);
-            commit_products();
-
-            await_products<2>();  // dQ
-#pragma unroll
-            for (int n = 0; n < DQ_COLUMNS / 8; n++)
-                atomicAdd(reinterpret_cast<float4*>(to + n * WARP_LANES * LANE_NUMBERS),
-                          make_float4(dQ[4 * n], dQ[4 * n + 1], dQ[4 * n + 2], dQ[4 * n + 3]));
         }
         await_products<0>();  // dK
         all_meet();  // no thread reads K and V any more
