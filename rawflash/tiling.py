@@ -60,10 +60,8 @@ WGMMA = "wgmma"  # family of cupy_raw's fa2 kernels of 16-bit numbers on sm_90 (
 WGMMA_CHIP = "sm_90"
 WGMMA_SLAB = 64  # columns of a matrix that lie together on chip (SLAB in hopper.cuh)
 WGMMA_MOST = 128  # head dimension
-# (Br, Bc) and how many blocks of Q, dO and dS are on chip at once, by the columns of d and dv there
-WGMMA_BACKWARD = {
-    (64, 64): (128, 128, 3, 2, 2), (128, 128): (64, 128, 3, 2, 2), (64, 128): (64, 128, 3, 2, 2), (128, 64): (64, 128, 3, 2, 2),
-}  # fmt: skip
+WGMMA_BACKWARD = {64: 128, 128: 64}  # Br, by the wider of d and dv; Bc = 128
+WGMMA_STAGES, WGMMA_STAGES_S = 3, 2  # blocks of Q and dO on chip at once, and of dS
 FEW = "few rows"  # family of numba_cpu's fa2 forward pass for few queries: one at a time, not one on each lane
 FEW_QUERIES = 8  # of a head; from 12 to 16 on, lanes full of queries are faster
 FEW_KEYS = 16  # rows of K or V that it may copy, to have whole vectors
@@ -282,16 +280,16 @@ def wgmma_takes_backward(problem: Problem, chip: Chip, direction: str) -> bool:
 def _wgmma_backward(problem: Problem, chip: Chip) -> Tiles:
     """The blocks of cuda/sm90/fa2_backward.cu; they fit."""
     d, dv = _padded(problem.d, WGMMA_SLAB), _padded(problem.dv, WGMMA_SLAB)
-    br, bc, of_q, of_o, of_s = WGMMA_BACKWARD[d, dv]
+    br, bc, stages = WGMMA_BACKWARD[max(d, dv)], 128, WGMMA_STAGES
     resident = (
         Tile("K", bc, d, 2),
         Tile("V", bc, dv, 2),
-        Tile("Q", of_q * br, d, 2),
-        Tile("dO", of_o * br, dv, 2),
-        Tile("dS", of_s * bc, br, 2),
-        Tile("lse", of_q * br, 1, 4),
-        Tile("delta", of_o * br, 1, 4),
-        Tile("barriers", 2 + 2 * (of_q + of_o), 1, 8),
+        Tile("Q", stages * br, d, 2),
+        Tile("dO", stages * br, dv, 2),
+        Tile("dS", WGMMA_STAGES_S * bc, br, 2),
+        Tile("lse", stages * br, 1, 4),
+        Tile("delta", stages * br, 1, 4),
+        Tile("barriers", 2 + 4 * stages, 1, 8),
         Tile("S, P", bc, br, 4, REGISTERS),
         Tile("dP", bc, br, 4, REGISTERS),
         Tile("dQ", br, d, 4, REGISTERS),

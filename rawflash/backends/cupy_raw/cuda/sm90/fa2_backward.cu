@@ -11,7 +11,7 @@
 // fa2_backward_finish: dQ = scale * those sums, rows by rows.
 //
 // Scores are plain ones: what hides keys is a band, and lengths. Rows and keys past the lengths are zeros on chip, so that products with
-// them are, too: of such a row, lse is +infinity, hence P = 0; such a key's P is bounded by exp2(-infinity).
+// them are, too: of such a row, lse is +infinity, hence P = 0; such a key is hidden as the band hides others.
 // Both start from delta = rowsum(dO * O) - dlse (side_gradients.cu).
 
 #include "numbers.cuh"
@@ -25,7 +25,7 @@
 constexpr int WARP_LANES = 32, WARPS = WARPGROUP / WARP_LANES;  // of a warpgroup
 constexpr int COMPUTING = 2, KEYS = BC / COMPUTING;             // warpgroups, and the keys of each
 constexpr int KEYS_THREADS = (1 + COMPUTING) * WARPGROUP;
-constexpr int Q_STAGES = 3, O_STAGES = 2, S_STAGES = 2;  // of Q, dO and dS on chip
+constexpr int STAGES = 3, S_STAGES = 2;  // of Q and dO on chip; of dS
 constexpr int TO_D = ceil_div(D, SLAB) * SLAB, TO_V = ceil_div(DV, SLAB) * SLAB;
 constexpr int PART = 64, PARTS = BR / PART;  // rows that dP has at a time
 constexpr int SUM = 16;  // products that a matrix product of a warpgroup sums
@@ -40,11 +40,11 @@ constexpr int PATCHES = BR * TO_D / PATCH;      // in a block of rows
 constexpr int LANE_NUMBERS = 4;                 // neighbouring numbers of a lane there
 
 // Where things are on chip, in bytes.
-constexpr int AT_K = 0, AT_V = AT_K + BC * TO_D * 2, AT_Q = AT_V + BC * TO_V * 2, AT_DO = AT_Q + Q_STAGES * BR * TO_D * 2;
-constexpr int AT_DS = AT_DO + O_STAGES * BR * TO_V * 2, AT_LSE = AT_DS + S_STAGES * BC * BR * 2;
-constexpr int AT_DELTA = AT_LSE + Q_STAGES * BR * 4, AT_BARRIERS = AT_DELTA + O_STAGES * BR * 4;
-constexpr int K_THERE = 0, V_THERE = 1, Q_THERE = 2, Q_READ = Q_THERE + Q_STAGES, DO_THERE = Q_READ + Q_STAGES;
-constexpr int DO_READ = DO_THERE + O_STAGES, BARRIERS = DO_READ + O_STAGES;
+constexpr int AT_K = 0, AT_V = AT_K + BC * TO_D * 2, AT_Q = AT_V + BC * TO_V * 2, AT_DO = AT_Q + STAGES * BR * TO_D * 2;
+constexpr int AT_DS = AT_DO + STAGES * BR * TO_V * 2, AT_LSE = AT_DS + S_STAGES * BC * BR * 2;
+constexpr int AT_DELTA = AT_LSE + STAGES * BR * 4, AT_BARRIERS = AT_DELTA + STAGES * BR * 4;
+constexpr int K_THERE = 0, V_THERE = 1, Q_THERE = 2, Q_READ = Q_THERE + STAGES, DO_THERE = Q_READ + STAGES;
+constexpr int DO_READ = DO_THERE + STAGES, BARRIERS = DO_READ + STAGES;
 static_assert(AT_BARRIERS + BARRIERS * 8 == TILE_BYTES, "tiling.py and this file disagree on what is on chip");
 
 constexpr int MAP_Q = 0, MAP_K = 1, MAP_V = 2, MAP_DO = 3;
@@ -92,8 +92,8 @@ __device__ __forceinline__ float* sums_of_head(const Call& call, const Sequence&
     return call.sums + ((s.slot * call.Hq + h) * blocks_of_head(call) + first) * (BR * TO_D);
 }
 
-// A ring of stages: which is next, and the parity of the phase that its barriers are in.
-template <int STAGES> struct Ring {
+// Which stage is next, and the parity of the phase that its barriers are in.
+struct Ring {
     int stage = 0, parity = 0;
     __device__ __forceinline__ void next()
     {
@@ -124,16 +124,15 @@ __device__ __forceinline__ void copy_all(const MappedCall& argument, const Work&
         copy_slabs<BC, TO_D>(on_chip + AT_K, argument.map[MAP_K], barriers + K_THERE, s.k_start + work.j0, work.h_kv, s.slot);
     }
     const int group = (int)(call.Hq / call.Hkv);
-    Ring<Q_STAGES> to_q;
-    Ring<O_STAGES> to_o;
+    Ring to;
     int h = (int)work.h_kv * group, i0 = work.i_low;
     for (int step = 0; step < work.steps; step++) {
         // Q_i, after the first also V, and lse in units of exp2. A row that sees nothing has P = 0.
-        Barrier* there = barriers + Q_THERE + to_q.stage;
-        await(barriers + Q_READ + to_q.stage, to_q.parity ^ 1);
+        Barrier* there = barriers + Q_THERE + to.stage;
+        await(barriers + Q_READ + to.stage, to.parity ^ 1);
         if (lane == 0) {
             arrive_expecting(there, BR * TO_D * 2);
-            copy_slabs<BR, TO_D>(on_chip + AT_Q + to_q.stage * BR * TO_D * 2, argument.map[MAP_Q], there, s.q_start + i0, h, s.slot);
+            copy_slabs<BR, TO_D>(on_chip + AT_Q + to.stage * BR * TO_D * 2, argument.map[MAP_Q], there, s.q_start + i0, h, s.slot);
         }
         if (step == 0 && lane == 0) {
             arrive_expecting(barriers + V_THERE, BC * TO_V * 2);
@@ -145,23 +144,23 @@ __device__ __forceinline__ void copy_all(const MappedCall& argument, const Work&
                 lse = *row_of(call.lse, s.slot, h, s.q_start + i0 + y);
                 lse = lse == -INFINITE ? INFINITE : lse * LOG2E;
             }
-            ((float*)(on_chip + AT_LSE))[to_q.stage * BR + y] = lse;
+            ((float*)(on_chip + AT_LSE))[to.stage * BR + y] = lse;
         }
         arrive(there);
 
         // dO_i and delta
-        there = barriers + DO_THERE + to_o.stage;
-        await(barriers + DO_READ + to_o.stage, to_o.parity ^ 1);
+        there = barriers + DO_THERE + to.stage;
+        await(barriers + DO_READ + to.stage, to.parity ^ 1);
         if (lane == 0) {
             arrive_expecting(there, BR * TO_V * 2);
-            copy_slabs<BR, TO_V>(on_chip + AT_DO + to_o.stage * BR * TO_V * 2, argument.map[MAP_DO], there, s.q_start + i0, h, s.slot);
+            copy_slabs<BR, TO_V>(on_chip + AT_DO + to.stage * BR * TO_V * 2, argument.map[MAP_DO], there, s.q_start + i0, h, s.slot);
         }
         for (int y = lane; y < BR; y += WARP_LANES)
-            ((float*)(on_chip + AT_DELTA))[to_o.stage * BR + y] =
+            ((float*)(on_chip + AT_DELTA))[to.stage * BR + y] =
                 i0 + y < s.q_length ? *row_of(call.delta, s.slot, h, s.q_start + i0 + y) : 0.0f;
         arrive(there);
 
-        to_q.next(), to_o.next();
+        to.next();
         if ((i0 += BR) >= work.i_high)
             i0 = work.i_low, h++;
     }
@@ -192,6 +191,7 @@ template <int ROWS> __device__ __forceinline__ void store_factor(unsigned char* 
 template <int ROWS, int COLUMNS> __device__ __forceinline__ void clear_rows(unsigned char* slabs, int from)
 {
     constexpr int VECTORS = SLAB_ROW / VECTOR_BYTES;
+#pragma unroll 1
     for (int n = threadIdx.x - WARPGROUP; n < (ROWS - from) * VECTORS * (COLUMNS / SLAB); n += COMPUTING * WARPGROUP) {
         const int slab = n / ((ROWS - from) * VECTORS), at = from * VECTORS + n % ((ROWS - from) * VECTORS);
         ((uint4*)(slabs + slab * ROWS * SLAB_ROW))[at] = make_uint4(0, 0, 0, 0);
@@ -211,6 +211,7 @@ __device__ __forceinline__ void store_rows(
     int thread, int threads)
 {
     constexpr int VECTORS = WIDTH / 8;
+#pragma unroll 2
     for (int n = thread; n < count * VECTORS; n += threads) {
         const int y = n / VECTORS, piece = n % VECTORS;
         if (y < exist) {
@@ -238,24 +239,24 @@ __device__ __forceinline__ void compute_all(const Call& call, const Work& work, 
     if (work.steps > 0) {
         const float scale = (float)(call.scale * (double)LOG2E);
         const int q_length = (int)s.q_length, left = (int)least(s.kv_length - work.j0, BC);  // keys of the block
-        // Of the lane's two keys: the bound of the exponent, and the rows of the band. A tile is plain if all of its rows are.
-        float bound[2];
-        int first[2], count[2], plain_from = 0, plain_to = 0;
+        // Of the lane's two keys: the rows that see them, none if the key does not exist. All rows from plain_from on, before plain_to, see
+        // all of the warpgroup's keys.
+        int first[2], count[2];
+        int plain_from = 0, plain_to = first_key + KEYS <= left ? q_length + BR : 0;
 #pragma unroll
         for (int e = 0; e < 2; e++) {
             const int y = first_key + 16 * warp + lane / 4 + 8 * e;
-            bound[e] = y < left ? 0.0f : -INFINITE;
-            if constexpr (BAND) {
-                const long long j = work.j0 + y - s.offset;
-                first[e] = (int)clamp(j - call.band_upper, 0, q_length + BR);
-                count[e] = (int)clamp(j - call.band_lower + 1, 0, q_length + BR) - first[e];
-                first[e] -= 2 * (lane % 4);
-            }
+            const long long j = work.j0 + y - s.offset;
+            first[e] = BAND ? (int)clamp(j - call.band_upper, 0, q_length + BR) : 0;
+            count[e] = (BAND ? (int)clamp(j - call.band_lower + 1, 0, q_length + BR) : q_length + BR) - first[e];
+            if (y >= left)
+                count[e] = 0;
+            first[e] -= 2 * (lane % 4);
         }
         if constexpr (BAND) {
             const long long j = work.j0 + first_key - s.offset;
             plain_from = (int)clamp(j + KEYS - 1 - call.band_upper, 0, q_length + BR);
-            plain_to = (int)clamp(j - call.band_lower + 1, 0, q_length + BR);
+            plain_to = (int)least(plain_to, clamp(j - call.band_lower + 1, 0, q_length + BR));
         }
         // Copies read what follows the rows of a sequence if there is something
         const bool rows_follow = s.q_start + s.q_length < call.rows_q, keys_follow = s.k_start + s.kv_length < call.rows_k;
@@ -272,9 +273,8 @@ __device__ __forceinline__ void compute_all(const Call& call, const Work& work, 
             factor(on_chip + AT_DS + (BY_ROWS ? mine * BC * SLAB_ROW : BY_KEYS ? first_key * SLAB_ROW : 0), BC * SLAB_ROW);
         const unsigned long long dS_mine = factor(on_chip + AT_DS + first_key * SLAB_ROW);
 
-        Ring<Q_STAGES> at_q;
-        Ring<O_STAGES> at_o;
-        int i0 = work.i_low, last_q = 0;
+        Ring at;
+        int i0 = work.i_low, last_q = -1;
 
         await(barriers + K_THERE, 0);
         await(barriers + V_THERE, 0);
@@ -285,16 +285,17 @@ __device__ __forceinline__ void compute_all(const Call& call, const Work& work, 
             all_meet();
         }
 
-        for (int step = 0; step < work.steps; step++) {
+        for (int steps = work.steps; steps > 0; steps--) {
             const bool rows_end = rows_follow && i0 + BR > q_length;
-            unsigned char* const tile = on_chip + AT_DS + step % S_STAGES * BC * BR * 2;
-            const int of_q = at_q.stage * (BR * TO_D * 2 >> 4), of_o = at_o.stage * (BR * TO_V * 2 >> 4), of_s = step % S_STAGES * (BC * BR * 2 >> 4);
+            unsigned char* const tile = on_chip + AT_DS + steps % S_STAGES * (BC * BR * 2);
+            const int of_q = at.stage * (BR * TO_D * 2 >> 4), of_o = at.stage * (BR * TO_V * 2 >> 4);
+            const int of_s = steps % S_STAGES * (BC * BR * 2 >> 4);
 
             // S^T = K Q^T
             float S[BR / 2];
-            await(barriers + Q_THERE + at_q.stage, at_q.parity);
+            await(barriers + Q_THERE + at.stage, at.parity);
             if (rows_end) {
-                clear_rows<BR, TO_D>(on_chip + AT_Q + at_q.stage * BR * TO_D * 2, q_length - i0);
+                clear_rows<BR, TO_D>(on_chip + AT_Q + at.stage * BR * TO_D * 2, q_length - i0);
                 fence_shared();
                 all_meet();
             }
@@ -306,9 +307,9 @@ __device__ __forceinline__ void compute_all(const Call& call, const Work& work, 
 
             // dP^T = V dO^T, 64 rows at a time
             float dP[PARTS][PART / 2];
-            await(barriers + DO_THERE + at_o.stage, at_o.parity);
+            await(barriers + DO_THERE + at.stage, at.parity);
             if (rows_end) {
-                clear_rows<BR, TO_V>(on_chip + AT_DO + at_o.stage * BR * TO_V * 2, q_length - i0);
+                clear_rows<BR, TO_V>(on_chip + AT_DO + at.stage * BR * TO_V * 2, q_length - i0);
                 fence_shared();
                 all_meet();
             }
@@ -321,10 +322,10 @@ __device__ __forceinline__ void compute_all(const Call& call, const Work& work, 
                 commit_products();
             }
             await_products<PARTS>();  // S, and dK of the step before
-            if (step > 0 && lane == 0)
+            if (last_q >= 0 && lane == 0)
                 arrive(barriers + Q_READ + last_q);
 
-            const bool plain = !BAND || (i0 >= plain_from && i0 + BR <= plain_to);
+            const bool plain = i0 >= plain_from && i0 + BR <= plain_to;
             unsigned P[BR / SUM][4];
 #if !DS_FROM_SHARED
             unsigned dS[BR / SUM][4];
@@ -332,12 +333,12 @@ __device__ __forceinline__ void compute_all(const Call& call, const Work& work, 
 #pragma unroll
             for (int r = 0; r < PARTS; r++) {
                 // P = exp(S - lse), at most 1 whatever was rounded; NaN stays NaN
-                const float2* const lse = (const float2*)(on_chip + AT_LSE) + at_q.stage * (BR / 2) + r * (PART / 2) + lane % 4;
+                const float2* const lse = (const float2*)(on_chip + AT_LSE) + at.stage * (BR / 2) + r * (PART / 2) + lane % 4;
                 float x[PART / 2];
 #pragma unroll
                 for (int n = 0; n < PART / 2; n++) {
                     const float minus = n % 2 ? -lse[n / 4 * 4].y : -lse[n / 4 * 4].x;
-                    x[n] = exp2_approximately(smaller_or_nan(fmaf(S[r * (PART / 2) + n], scale, minus), bound[n / 2 % 2]));
+                    x[n] = exp2_approximately(smaller_or_nan(fmaf(S[r * (PART / 2) + n], scale, minus), 0.0f));
                 }
                 // Column 8 (n / 4) + n % 2 after the lane's first is the row, counted from i0
                 const auto hide = [&](float (&x)[PART / 2]) {
@@ -361,7 +362,7 @@ __device__ __forceinline__ void compute_all(const Call& call, const Work& work, 
                 commit_products();
 
                 // dS = P (dP - delta)
-                const float2* const delta = (const float2*)(on_chip + AT_DELTA) + at_o.stage * (BR / 2) + r * (PART / 2) + lane % 4;
+                const float2* const delta = (const float2*)(on_chip + AT_DELTA) + at.stage * (BR / 2) + r * (PART / 2) + lane % 4;
 #pragma unroll
                 for (int n = 0; n < PART / 2; n++)
                     x[n] *= dP[r][n] - (n % 2 ? delta[n / 4 * 4].y : delta[n / 4 * 4].x);
@@ -401,7 +402,7 @@ __device__ __forceinline__ void compute_all(const Call& call, const Work& work, 
             commit_products();
             await_products<2>();  // dV
             if (lane == 0)
-                arrive(barriers + DO_READ + at_o.stage);
+                arrive(barriers + DO_READ + at.stage);
             await_products<1>();  // dQ
 #pragma unroll
             for (int n = 0; n < DQ_COLUMNS / 8; n++)
@@ -410,8 +411,8 @@ __device__ __forceinline__ void compute_all(const Call& call, const Work& work, 
 #if !DS_FROM_SHARED
             await_products<0>();
 #endif
-            last_q = at_q.stage;
-            at_q.next(), at_o.next();
+            last_q = at.stage;
+            at.next();
             i0 += BR, sums += BR * TO_D;
             if (i0 >= work.i_high) {
                 i0 = work.i_low;
@@ -456,11 +457,9 @@ extern "C" __global__ void __launch_bounds__(KEYS_THREADS, 1) fa2_backward_keys(
     if (threadIdx.x == 0) {
         init_barrier(barriers + K_THERE, 1);
         init_barrier(barriers + V_THERE, 1);
-        for (int n = 0; n < Q_STAGES; n++) {
+        for (int n = 0; n < STAGES; n++) {
             init_barrier(barriers + Q_THERE + n, 1 + WARP_LANES);  // who begins the copy, and lanes that wrote lse
             init_barrier(barriers + Q_READ + n, COMPUTING * WARPS);
-        }
-        for (int n = 0; n < O_STAGES; n++) {
             init_barrier(barriers + DO_THERE + n, 1 + WARP_LANES);
             init_barrier(barriers + DO_READ + n, COMPUTING * WARPS);
         }
