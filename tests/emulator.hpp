@@ -4,6 +4,7 @@
 // memory starts as NaN, and the bytes behind it are watched. Order of threads: round robin, forwards or backwards.
 
 #include <cmath>
+#include <cstdarg>
 #include <cstdint>
 #include <cstdio>
 #include <cstring>
@@ -45,9 +46,14 @@ template <class T> inline T __ldg(const T* p) { return *p; }
 template <class T> inline T __ldcg(const T* p) { return *p; }
 inline long long in_register(long long x) { return x; }
 inline unsigned count_and_see(unsigned* p, unsigned most) { const unsigned x = *p; *p = x >= most ? 0 : x + 1; return x; }
-template <class T> inline void atomicAdd(T* p, T x) { *p += x; }
-inline void atomicAdd(float2* p, float2 x) { p->x += x.x, p->y += x.y; }
-inline void atomicAdd(float4* p, float4 x) { p->x += x.x, p->y += x.y, p->z += x.z, p->w += x.w; }
+template <class T, class X> inline T atomicAdd(T* p, X x) { const T old = *p; *p += x; return old; }
+inline float2 atomicAdd(float2* p, float2 x) { const float2 old = *p; p->x += x.x, p->y += x.y; return old; }
+inline float4 atomicAdd(float4* p, float4 x) { const float4 old = *p; p->x += x.x, p->y += x.y, p->z += x.z, p->w += x.w; return old; }
+template <class T, class X> inline T atomicExch(T* p, X x) { const T old = *p; *p = x; return old; }
+template <class T, class X, class Y> inline T atomicCAS(T* p, X is, Y x) { const T old = *p; if (old == (T)is) *p = x; return old; }
+template <class T, class X> inline T atomicMax(T* p, X x) { const T old = *p; if (old < (T)x) *p = x; return old; }
+inline void __threadfence() {}
+inline void __threadfence_block() {}
 
 // ---- fibers -------------------------------------------------------------------------------------------------------------
 
@@ -56,7 +62,7 @@ constexpr size_t STACK = 512 << 10, MOST_SHARED = 256 << 10, WATCHED = 4096;
 __attribute__((aligned(1024))) unsigned char on_chip[MOST_SHARED + WATCHED];
 
 struct Copy { void* to; const void* from; int bytes; bool exists; };
-enum State { READY, AT_BARRIER, IN_WARP, ENDED };
+enum State { READY, AT_BARRIER, IN_WARP, ENDED, WAITING, POLLING };  // the last two: emulator_hopper.hpp
 struct Fiber {
     ucontext_t context;
     State state;
@@ -70,6 +76,42 @@ static unsigned threads, current, at_barrier, in_warp[MOST_THREADS / LANES], voi
 static bool diverged;
 static void (*body)(void*);
 static void* argument;
+
+namespace emulated {
+static char message[2000];  // the first error that has words
+static bool in_thread;
+
+// What emulator_hopper.hpp has to say: at the begin and the end of a block and of a thread; when threads have met; when none can go on.
+struct Hooks {
+    void (*begin)();
+    void (*thread_end)();
+    void (*end)();
+    void (*met)();
+    bool (*stuck)();  // can one go on now?
+};
+static Hooks hooks;
+
+static void complain(const char* format, ...)
+{
+    if (message[0])
+        return;
+    va_list list;
+    va_start(list, format);
+    int at = snprintf(message, sizeof message, "block %u", blockIdx.x);
+    if (in_thread)
+        at += snprintf(message + at, sizeof message - at, ", thread %u", current);
+    at += snprintf(message + at, sizeof message - at, ": ");
+    vsnprintf(message + at, sizeof message - at, format, list);
+    va_end(list);
+}
+
+// The block ends here.
+[[noreturn]] static void stop()
+{
+    for (;;)
+        swapcontext(&fibers[current].context, &scheduler);
+}
+}
 
 static void wait(State why)
 {
@@ -93,6 +135,8 @@ inline void __syncthreads()
         return;
     }
     at_barrier = 0;
+    if (emulated::hooks.met)
+        emulated::hooks.met();
     for (unsigned n = 0; n < threads; n++)
         if (fibers[n].state == AT_BARRIER)
             fibers[n].state = READY;
@@ -119,13 +163,15 @@ template <class Work> inline void by_warp(Work work)
         return;
     }
     in_warp[warp] = 0;
+    if (emulated::hooks.met)
+        emulated::hooks.met();
     work(fibers + warp * LANES);
     for (unsigned n = warp * LANES; n < (warp + 1) * LANES; n++)
         if (fibers[n].state == IN_WARP)
             fibers[n].state = READY;
 }
 
-inline void __syncwarp() { by_warp([](Fiber*) {}); }
+inline void __syncwarp(unsigned = ~0u) { by_warp([](Fiber*) {}); }
 
 template <class T> inline T __shfl_xor_sync(unsigned, T x, int mask)
 {
@@ -152,20 +198,32 @@ template <class T> inline T __shfl_sync(unsigned, T x, int lane)
     return answer;
 }
 
-inline bool __all_sync(unsigned, bool x)
+inline unsigned __ballot_sync(unsigned, bool x)
 {
-    bool answer;
+    unsigned answer;
     fibers[current].operand[0] = &x;
     fibers[current].operand[1] = &answer;
     by_warp([](Fiber* lanes) {
-        bool all = true;
+        unsigned all = 0;
         for (unsigned n = 0; n < LANES; n++)
-            all = all && *(bool*)lanes[n].operand[0];
+            all |= (unsigned)*(bool*)lanes[n].operand[0] << n;
         for (unsigned n = 0; n < LANES; n++)
-            *(bool*)lanes[n].operand[1] = all;
+            *(unsigned*)lanes[n].operand[1] = all;
     });
     return answer;
 }
+
+inline bool __all_sync(unsigned lanes, bool x) { return __ballot_sync(lanes, x) == ~0u; }
+inline bool __any_sync(unsigned lanes, bool x) { return __ballot_sync(lanes, x) != 0; }
+
+inline void __trap()
+{
+    emulated::complain("__trap");
+    emulated::stop();
+}
+
+// Others run meanwhile.
+inline void __nanosleep(unsigned) { wait(emulated::hooks.stuck ? POLLING : READY); }
 
 inline unsigned __byte_perm(unsigned x, unsigned y, unsigned selectors)
 {
@@ -280,6 +338,8 @@ inline void multiply_float64(double& c0, double& c1, double& c2, double& c3, con
 static void thread_main()
 {
     body(argument);
+    if (emulated::hooks.thread_end)
+        emulated::hooks.thread_end();
     perform(fibers[current].begun);
     for (const auto& group : fibers[current].groups)
         perform(group);
@@ -296,9 +356,12 @@ struct Stacks {
 };
 
 // 0: all threads of all blocks came to their end. 1: threads wait for threads that will not come. 2: memory behind the tiles was written.
+// 3: the message says what.
 static int run_blocks(unsigned blocks, unsigned count, size_t shared, bool backwards)
 {
+    using emulated::hooks, emulated::message;
     const Stacks stacks;
+    message[0] = 0;
     threads = count;
     gridDim = {blocks, 1, 1}, blockDim = {count, 1, 1};
     for (unsigned block = 0; block < blocks; block++) {
@@ -314,6 +377,8 @@ static int run_blocks(unsigned blocks, unsigned count, size_t shared, bool backw
             fibers[n].context.uc_stack.ss_sp = stacks.first + n * STACK, fibers[n].context.uc_stack.ss_size = STACK;
             makecontext(&fibers[n].context, thread_main, 0);
         }
+        if (hooks.begin)
+            hooks.begin();
         for (unsigned ended = 0; ended < count;) {
             bool any = false;
             for (unsigned x = 0; x < count; x++) {
@@ -322,12 +387,20 @@ static int run_blocks(unsigned blocks, unsigned count, size_t shared, bool backw
                     continue;
                 any = true;
                 current = n, threadIdx = {n, 0, 0};
+                emulated::in_thread = true;
                 swapcontext(&scheduler, &fibers[n].context);
+                emulated::in_thread = false;
+                if (message[0])
+                    return 3;
                 ended += fibers[n].state == ENDED;
             }
-            if (!any && ended < count)
-                return 1;
+            if (!any && ended < count && !(hooks.stuck && hooks.stuck()))
+                return message[0] ? 3 : 1;
         }
+        if (hooks.end)
+            hooks.end();
+        if (message[0])
+            return 3;
         for (size_t n = 0; n < WATCHED; n++)
             if (on_chip[shared + n] != 0x5A)
                 return 2;
