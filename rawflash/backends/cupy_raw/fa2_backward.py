@@ -41,7 +41,7 @@ def _wgmma(problem: Problem, tiles: Tiles, x: Operands, grads: dict[str, Target]
     boxes = (Box("q", tiles.br), Box("k", tiles.bc), Box("v", tiles.bc), Box("dout", tiles.br))
     heads, rows, columns = x.q.shape[0] * x.q.shape[1], x.q.shape[2], blocks_of(problem.d, WGMMA_SLAB) * WGMMA_SLAB
     written = {"d" + name: grads[name] for name in ("q", "k", "v")}
-    kernels = launcher("sm90/fa2_backward.cu", problem, tiles, x, written, boxes, parts=_section(problem))
+    kernels = launcher("sm90/fa2_backward.cu", problem, tiles, x, written, boxes, section=_section(problem))
     delta = side_gradients(problem, tiles, x, grads)
     key_blocks, query_blocks = blocks_of(problem.Tk, tiles.bc), blocks_of(problem.Tq, tiles.br)
     # Packed sequences begin new blocks; how many all of them have may be known on the device only

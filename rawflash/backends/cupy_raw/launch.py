@@ -8,6 +8,7 @@ same from call to call. :class:`Launcher` keeps them, and puts in the addresses.
 from __future__ import annotations
 
 import ctypes
+import os
 import struct
 import threading
 from array import array
@@ -34,6 +35,7 @@ VECTOR_BYTES = 16
 DEPTHS = {SPLIT: 16, DOUBLE: 8}  # products that a tensor core sums at a time (DEPTH in mma/)
 MOST_STRIDING = 4096  # blocks of a grid that strides
 LARGEST_GRID = 2**31 - 1
+BOUNDED = "RAWFLASH_BOUNDED"  # see preamble
 MOST_MAPS = 64  # sets of tensor maps that a launcher keeps, by the addresses of the call
 SPARE = 256  # sets of counters that are made at a time: a graph of a model has a call for each layer
 # Constants that the text of a kernel is chosen by; the others are numbers in it.
@@ -57,7 +59,7 @@ def _fields() -> list[str]:
     words += ["block_table.data", "block_table.bytes", "table_row", "cache_blocks"]
     words += [f"mask.{n}" for n in range(MASK_WORDS)]
     words += ["offset", "offset_given", "B", "Hq", "Hkv", "Tq", "Tk", "rows_q", "rows_k", "blocks"]
-    words += ["parts", "part_keys"]
+    words += ["parts", "part_keys", "section"]
     words += ["band_lower", "band_upper", "keep_threshold", "seed", "scale", "softcap", "keep_scale"]
     return words
 
@@ -137,8 +139,12 @@ def constants(problem: Problem, tiles: Tiles, *, aligned: bool, side_dtypes: dic
 
 
 def preamble(problem: Problem, tiles: Tiles, *, mask: Any = None, **more: Any) -> str:
-    """What the ``.cu`` files take as given: the :func:`constants`, and the text of the mask."""
-    lines = []
+    """What the ``.cu`` files take as given: the :func:`constants`, and the text of the mask.
+
+    In the environment, RAWFLASH_BOUNDED=1 makes kernels that wait for copies give up after a while, with an error,
+    instead of waiting for ever: for debugging.
+    """
+    lines = ["#define BOUNDED"] if os.environ.get(BOUNDED) == "1" else []
     for name, value in constants(problem, tiles, **more).items():
         lines.append(f"#define {name} {value}" if name in SWITCHES else f"constexpr int {name} = {value};")
     lines += [f"constexpr long long FARTHEST = {FARTHEST}ll;", '#include "visibility.cuh"', masks.cuda_text(mask)]
@@ -385,9 +391,7 @@ class Launcher:
             made.data.memset_async(0, made.nbytes)
         return made
 
-    def run(
-        self, kernel: str, blocks: int, words: array[int], smem_bytes: int = 0, threads: int = THREADS
-    ) -> None:
+    def run(self, kernel: str, blocks: int, words: array[int], smem_bytes: int = 0, threads: int = THREADS) -> None:
         """Launch a kernel of the file on CuPy's current stream; ``blocks`` of threads, none is fine."""
         function = self.functions.get(kernel)
         if function is None:

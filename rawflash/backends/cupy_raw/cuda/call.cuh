@@ -43,6 +43,7 @@ struct Call {
     long long rows_q, rows_k;        // of the arrays; packed sequences: all of them together
     long long blocks;                // blocks of rows that the grid has for each head
     long long parts, part_keys;      // fa2 forward: how many blocks of threads share the keys of a block of rows, keys of each
+    long long section;               // sm90: query heads that are gone through together
     long long band_lower, band_upper;
     long long keep_threshold, seed;
     double scale, softcap, keep_scale;

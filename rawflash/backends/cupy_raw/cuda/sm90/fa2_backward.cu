@@ -62,7 +62,7 @@ __device__ __forceinline__ Work work_of(const Call& call)
 {
     // Heads come in sections whose matrices L2 can hold; of a section the first keys first, which most rows see if it is causal.
     Work work;
-    const unsigned heads = (unsigned)(call.B * call.Hkv), blocks = (unsigned)call.blocks, section = (unsigned)call.parts;
+    const unsigned heads = (unsigned)(call.B * call.Hkv), blocks = (unsigned)call.blocks, section = (unsigned)call.section;
     const unsigned first = blockIdx.x / (section * blocks) * section, rest = blockIdx.x - first * blocks;
     const unsigned count = heads - first < section ? heads - first : section, bh = first + rest % count;
     work.j0 = (long long)(rest / count) * BC;
