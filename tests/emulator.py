@@ -103,6 +103,7 @@ extern "C" int emulate(
 
 # The same of a text whose kernels take maps, or a call alone; KERNELS has them all, and their __launch_bounds__.
 LAUNCH_MAPPED = """
+%s
 static struct { void* kernel; bool mapped; unsigned bounds[2]; } const KERNELS[] = {%s};
 static void* kernel_of_launch;
 extern "C" const char* message_of_launch() { return emulated::message; }
@@ -140,11 +141,12 @@ def launch_of(text):
     """What is put behind a kernel text: the function that launches its kernels."""
     if "MappedCall" not in text:
         return LAUNCH
-    rows = []
+    names, rows = [], []  # of kernels that the preprocessor may leave out: their addresses are 0 then
     for bounds, name, constant, mapped in KERNEL.findall(text):
         assert constant or not mapped, f"{name}: a tensor map is read where the argument lies, so __grid_constant__"
-        rows.append(f"{{(void*){name}, {int(bool(mapped))}, {{{bounds}}}}}")
-    return LAUNCH_MAPPED % ", ".join(rows)
+        names.append(f'extern "C" void address_of_{name}() __asm__("{name}") __attribute__((weak));')
+        rows.append(f"{{(void*)address_of_{name}, {int(bool(mapped))}, {{{bounds}}}}}")
+    return LAUNCH_MAPPED % ("\n".join(names), ", ".join(rows))
 
 
 def encode(address, dtype, extents, strides, rows):
