@@ -289,7 +289,7 @@ def _wgmma_backward(problem: Problem, chip: Chip) -> Tiles:
         Tile("dS", WGMMA_STAGES_S * bc, br, 2),
         Tile("lse", stages * br, 1, 4),
         Tile("delta", stages * br, 1, 4),
-        Tile("barriers", 2 + 4 * stages, 1, 8),
+        Tile("barriers", 2 + 3 * stages, 1, 8),
         Tile("S, P", bc, br, 4, REGISTERS),
         Tile("dP", bc, br, 4, REGISTERS),
         Tile("dQ", br, d, 4, REGISTERS),

@@ -43,19 +43,20 @@ constexpr int LANE_NUMBERS = 4;                 // neighbouring numbers of a lan
 constexpr int AT_K = 0, AT_V = AT_K + BC * TO_D * 2, AT_Q = AT_V + BC * TO_V * 2, AT_DO = AT_Q + STAGES * BR * TO_D * 2;
 constexpr int AT_DS = AT_DO + STAGES * BR * TO_V * 2, AT_LSE = AT_DS + S_STAGES * BC * BR * 2;
 constexpr int AT_DELTA = AT_LSE + STAGES * BR * 4, AT_BARRIERS = AT_DELTA + STAGES * BR * 4;
-constexpr int K_THERE = 0, V_THERE = 1, Q_THERE = 2, Q_READ = Q_THERE + STAGES, DO_THERE = Q_READ + STAGES;
-constexpr int DO_READ = DO_THERE + STAGES, BARRIERS = DO_READ + STAGES;
-static_assert(AT_BARRIERS + BARRIERS * 8 == TILE_BYTES, "tiling.py and this file disagree on what is on chip");
+constexpr int K_THERE = 0, V_THERE = 1, Q_THERE = 2, O_THERE = Q_THERE + STAGES, READ = O_THERE + STAGES, BARRIERS = READ + STAGES;
+static_assert(AT_DELTA == AT_LSE + STAGES * BR * 4 && AT_BARRIERS + BARRIERS * 8 == TILE_BYTES, "tiling.py and this file disagree on what is on chip");
 
 constexpr int MAP_Q = 0, MAP_K = 1, MAP_V = 2, MAP_DO = 3;
 constexpr int ALL_MEET = 1, WARPGROUP_MEETS = 2;  // named barriers: of all that compute, and one of each warpgroup
 constexpr int COPYING_REGISTERS = 24, COMPUTING_REGISTERS = 240;
 
-// Which keys, and the rows that see some of them: of every head, from i_low (the start of a block) on, before i_high.
+// Which keys of which head, and the rows that see some of them: of every query head, from i_low (the start of a block) on, before i_high.
 struct Work {
-    Sequence s;
-    long long b, h_kv, j0;
+    int b, h, j0;               // sequence, key head, first key
+    int slot, q_start, k_start;  // where row 0 and key 0 lie
+    int q_length, kv_length;
     int i_low, i_high, steps;
+    long long offset;
 };
 
 __device__ __forceinline__ Work work_of(const Call& call)
@@ -65,18 +66,19 @@ __device__ __forceinline__ Work work_of(const Call& call)
     const unsigned heads = (unsigned)(call.B * call.Hkv), blocks = (unsigned)call.blocks, section = (unsigned)call.section;
     const unsigned first = blockIdx.x / (section * blocks) * section, rest = blockIdx.x - first * blocks;
     const unsigned count = heads - first < section ? heads - first : section, bh = first + rest % count;
-    work.j0 = (long long)(rest / count) * BC;
-    work.b = bh / (unsigned)call.Hkv;
-    work.h_kv = bh % (unsigned)call.Hkv;
-    const Sequence s = work.s = sequence(call, work.b);
-    long long low = 0, high = work.j0 < s.kv_length ? s.q_length : 0;
+    work.j0 = (int)(rest / count) * BC;
+    work.b = (int)(bh / (unsigned)call.Hkv);
+    work.h = (int)(bh % (unsigned)call.Hkv);
+    const Sequence s = sequence(call, work.b);
+    work.slot = (int)s.slot, work.q_start = (int)s.q_start, work.k_start = (int)s.k_start;
+    work.q_length = (int)s.q_length, work.kv_length = (int)s.kv_length, work.offset = s.offset;
+    work.i_low = 0, work.i_high = work.j0 < work.kv_length ? work.q_length : 0;
     if constexpr (BAND) {
         const long long j1 = least(work.j0 + BC, s.kv_length);
-        low = clamp(work.j0 - s.offset - call.band_upper, 0, high) / BR * BR;
-        high = clamp(j1 - s.offset - call.band_lower, 0, high);
+        work.i_low = (int)clamp(work.j0 - s.offset - call.band_upper, 0, work.i_high) / BR * BR;
+        work.i_high = (int)clamp(j1 - s.offset - call.band_lower, 0, work.i_high);
     }
-    work.i_low = (int)low, work.i_high = (int)high;
-    work.steps = high > low ? ((int)(high - low) + BR - 1) / BR * (int)(call.Hq / call.Hkv) : 0;
+    work.steps = work.i_high > work.i_low ? (work.i_high - work.i_low + BR - 1) / BR * ((int)call.Hq / (int)call.Hkv) : 0;
     return work;
 }
 
@@ -86,10 +88,11 @@ __device__ __forceinline__ long long blocks_of_head(const Call& call)
     return PACKED ? call.rows_q / BR + call.B : (call.Tq + BR - 1) / BR;
 }
 
-__device__ __forceinline__ float* sums_of_head(const Call& call, const Sequence& s, long long h)
+__device__ __forceinline__ float* sums_of_head(const Call& call, long long b, long long h, long long q_start)
 {
-    const long long first = PACKED ? s.q_start / BR + s.b : 0;  // sequences before have at most as many
-    return call.sums + ((s.slot * call.Hq + h) * blocks_of_head(call) + first) * (BR * TO_D);
+    if constexpr (PACKED)  // sequences before have at most as many
+        return call.sums + (h * blocks_of_head(call) + q_start / BR + b) * (BR * TO_D);
+    return call.sums + (b * call.Hq + h) * blocks_of_head(call) * (BR * TO_D);
 }
 
 // Which stage is next, and the parity of the phase that its barriers are in.
@@ -106,59 +109,51 @@ struct Ring {
 
 // All slabs of a box.
 template <int ROWS, int COLUMNS>
-__device__ __forceinline__ void copy_slabs(
-    unsigned char* to, const TensorMap& map, Barrier* barrier, long long row, long long h, long long slot)
+__device__ __forceinline__ void copy_slabs(unsigned char* to, const TensorMap& map, Barrier* barrier, int row, int h, int slot)
 {
 #pragma unroll
     for (int x = 0; x < COLUMNS; x += SLAB)
-        copy_box(to + x / SLAB * ROWS * SLAB_ROW, map, barrier, x, (int)row, (int)h, (int)slot);
+        copy_box(to + x / SLAB * ROWS * SLAB_ROW, map, barrier, x, row, h, slot);
 }
 
 __device__ __forceinline__ void copy_all(const MappedCall& argument, const Work& work, unsigned char* on_chip, Barrier* barriers)
 {
     const Call& call = argument.call;
-    const Sequence& s = work.s;
     const int lane = threadIdx.x;
     if (lane == 0) {
         arrive_expecting(barriers + K_THERE, BC * TO_D * 2);
-        copy_slabs<BC, TO_D>(on_chip + AT_K, argument.map[MAP_K], barriers + K_THERE, s.k_start + work.j0, work.h_kv, s.slot);
+        copy_slabs<BC, TO_D>(on_chip + AT_K, argument.map[MAP_K], barriers + K_THERE, work.k_start + work.j0, work.h, work.slot);
     }
-    const int group = (int)(call.Hq / call.Hkv);
     Ring to;
-    int h = (int)work.h_kv * group, i0 = work.i_low;
-    for (int step = 0; step < work.steps; step++) {
-        // Q_i, after the first also V, and lse in units of exp2. A row that sees nothing has P = 0.
-        Barrier* there = barriers + Q_THERE + to.stage;
-        await(barriers + Q_READ + to.stage, to.parity ^ 1);
+    int h = work.h * ((int)call.Hq / (int)call.Hkv), i0 = work.i_low;
+    for (int steps = work.steps; steps > 0; steps--) {
+        // Q_i, dO_i, and V before the first
+        Barrier *const q_there = barriers + Q_THERE + to.stage, *const o_there = barriers + O_THERE + to.stage;
+        await(barriers + READ + to.stage, to.parity ^ 1);
         if (lane == 0) {
-            arrive_expecting(there, BR * TO_D * 2);
-            copy_slabs<BR, TO_D>(on_chip + AT_Q + to.stage * BR * TO_D * 2, argument.map[MAP_Q], there, s.q_start + i0, h, s.slot);
-        }
-        if (step == 0 && lane == 0) {
-            arrive_expecting(barriers + V_THERE, BC * TO_V * 2);
-            copy_slabs<BC, TO_V>(on_chip + AT_V, argument.map[MAP_V], barriers + V_THERE, s.k_start + work.j0, work.h_kv, s.slot);
-        }
-        for (int y = lane; y < BR; y += WARP_LANES) {
-            float lse = INFINITE;
-            if (i0 + y < s.q_length) {
-                lse = *row_of(call.lse, s.slot, h, s.q_start + i0 + y);
-                lse = lse == -INFINITE ? INFINITE : lse * LOG2E;
+            arrive_expecting(q_there, BR * TO_D * 2);
+            copy_slabs<BR, TO_D>(on_chip + AT_Q + to.stage * BR * TO_D * 2, argument.map[MAP_Q], q_there, work.q_start + i0, h, work.slot);
+            if (steps == work.steps) {
+                arrive_expecting(barriers + V_THERE, BC * TO_V * 2);
+                copy_slabs<BC, TO_V>(on_chip + AT_V, argument.map[MAP_V], barriers + V_THERE, work.k_start + work.j0, work.h, work.slot);
             }
-            ((float*)(on_chip + AT_LSE))[to.stage * BR + y] = lse;
+            arrive_expecting(o_there, BR * TO_V * 2);
+            copy_slabs<BR, TO_V>(on_chip + AT_DO + to.stage * BR * TO_V * 2, argument.map[MAP_DO], o_there, work.q_start + i0, h, work.slot);
         }
-        arrive(there);
 
-        // dO_i and delta
-        there = barriers + DO_THERE + to.stage;
-        await(barriers + DO_READ + to.stage, to.parity ^ 1);
-        if (lane == 0) {
-            arrive_expecting(there, BR * TO_V * 2);
-            copy_slabs<BR, TO_V>(on_chip + AT_DO + to.stage * BR * TO_V * 2, argument.map[MAP_DO], there, s.q_start + i0, h, s.slot);
+        // lse in units of exp2, and delta. A row that sees nothing has P = 0, and one that does not exist.
+        float* const lses = (float*)(on_chip + AT_LSE) + to.stage * BR;
+#pragma unroll 1
+        for (int y = lane; y < BR; y += WARP_LANES) {
+            float lse = -INFINITE, delta = 0.0f;
+            if (i0 + y < work.q_length) {
+                lse = *row_of(call.lse, work.slot, h, work.q_start + i0 + y);
+                delta = *row_of(call.delta, work.slot, h, work.q_start + i0 + y);
+            }
+            lses[y] = lse == -INFINITE ? INFINITE : lse * LOG2E;
+            lses[STAGES * BR + y] = delta;
         }
-        for (int y = lane; y < BR; y += WARP_LANES)
-            ((float*)(on_chip + AT_DELTA))[to.stage * BR + y] =
-                i0 + y < s.q_length ? *row_of(call.delta, s.slot, h, s.q_start + i0 + y) : 0.0f;
-        arrive(there);
+        arrive(o_there);
 
         to.next();
         if ((i0 += BR) >= work.i_high)
@@ -204,28 +199,26 @@ __device__ __forceinline__ void all_meet() { meet(ALL_MEET, COMPUTING * WARPGROU
 template <int ROWS> __device__ constexpr int column_step(int n) { return n / 4 * ROWS * SLAB_ROW + n % 4 * 32; }
 constexpr int ROW_STEP = SUM * SLAB_ROW;  // the same of one that is
 
-// Rows of slabs in shared memory to rows of a matrix, as many as exist; zeros past `full`. By a warpgroup.
-template <int ROWS, int COLUMNS, int WIDTH>
+// `count` rows of slabs in shared memory, from `first` on, to rows of a matrix, those that exist; zeros past `full`. By some threads.
+template <int ROWS, int COLUMNS, int WIDTH, int MEMBERS>
 __device__ __forceinline__ void store_rows(
-    const Matrix& matrix, const unsigned char* slabs, int first, int count, long long exist, long long full, long long slot, long long h, long long t,
-    int thread, int threads)
+    elem* to, long long stride, const unsigned char* slabs, int first, int count, int exist, int full)
 {
     constexpr int VECTORS = WIDTH / 8;
 #pragma unroll 2
-    for (int n = thread; n < count * VECTORS; n += threads) {
+    for (int n = threadIdx.x % MEMBERS; n < count * VECTORS; n += MEMBERS) {
         const int y = n / VECTORS, piece = n % VECTORS;
         if (y < exist) {
             uint4 x = *(const uint4*)(slabs + piece / 8 * ROWS * SLAB_ROW + in_slab(first + y, piece % 8));
             if (y >= full)
                 x = make_uint4(0, 0, 0, 0);
-            *(uint4*)(row_of(matrix, slot, h, t + y) + 8 * piece) = x;
+            *(uint4*)(to + y * stride + 8 * piece) = x;
         }
     }
 }
 
 __device__ __forceinline__ void compute_all(const Call& call, const Work& work, unsigned char* on_chip, Barrier* barriers)
 {
-    const Sequence& s = work.s;
     const int lane = threadIdx.x % WARP_LANES, warp = threadIdx.x / WARP_LANES % WARPS;
     const int mine = __shfl_sync(WARP, (int)(threadIdx.x / WARPGROUP) - 1, 0), first_key = mine * KEYS;
     float dK[TO_D / 2], dV[TO_V / 2];
@@ -238,7 +231,7 @@ __device__ __forceinline__ void compute_all(const Call& call, const Work& work, 
 
     if (work.steps > 0) {
         const float scale = (float)(call.scale * (double)LOG2E);
-        const int q_length = (int)s.q_length, left = (int)least(s.kv_length - work.j0, BC);  // keys of the block
+        const int q_length = work.q_length, left = (int)least(work.kv_length - work.j0, BC);  // keys of the block
         // Of the lane's two keys: the rows that see them, none if the key does not exist. All rows from plain_from on, before plain_to, see
         // all of the warpgroup's keys.
         int first[2], count[2];
@@ -246,7 +239,7 @@ __device__ __forceinline__ void compute_all(const Call& call, const Work& work, 
 #pragma unroll
         for (int e = 0; e < 2; e++) {
             const int y = first_key + 16 * warp + lane / 4 + 8 * e;
-            const long long j = work.j0 + y - s.offset;
+            const long long j = work.j0 + y - work.offset;
             first[e] = BAND ? (int)clamp(j - call.band_upper, 0, q_length + BR) : 0;
             count[e] = (BAND ? (int)clamp(j - call.band_lower + 1, 0, q_length + BR) : q_length + BR) - first[e];
             if (y >= left)
@@ -254,14 +247,13 @@ __device__ __forceinline__ void compute_all(const Call& call, const Work& work, 
             first[e] -= 2 * (lane % 4);
         }
         if constexpr (BAND) {
-            const long long j = work.j0 + first_key - s.offset;
+            const long long j = work.j0 + first_key - work.offset;
             plain_from = (int)clamp(j + KEYS - 1 - call.band_upper, 0, q_length + BR);
             plain_to = (int)least(plain_to, clamp(j - call.band_lower + 1, 0, q_length + BR));
         }
         // Copies read what follows the rows of a sequence if there is something
-        const bool rows_follow = s.q_start + s.q_length < call.rows_q, keys_follow = s.k_start + s.kv_length < call.rows_k;
-        const int group = (int)(call.Hq / call.Hkv);
-        float* sums = sums_of_head(call, s, work.h_kv * group) + (long long)(work.i_low / BR) * (BR * TO_D) +
+        const bool rows_follow = work.q_start + q_length < call.rows_q, keys_follow = work.k_start + work.kv_length < call.rows_k;
+        float* sums = sums_of_head(call, work.b, work.h * (call.Hq / call.Hkv), work.q_start) + (long long)(work.i_low / BR) * (BR * TO_D) +
                       (BY_KEYS ? 0 : mine * PATCH) + (warp * (DQ_COLUMNS / 8) * WARP_LANES + lane) * LANE_NUMBERS;
 
         const unsigned long long K = factor(on_chip + AT_K + first_key * SLAB_ROW), V = factor(on_chip + AT_V + first_key * SLAB_ROW);
@@ -274,7 +266,7 @@ __device__ __forceinline__ void compute_all(const Call& call, const Work& work, 
         const unsigned long long dS_mine = factor(on_chip + AT_DS + first_key * SLAB_ROW);
 
         Ring at;
-        int i0 = work.i_low, last_q = -1;
+        int i0 = work.i_low, last = -1;
 
         await(barriers + K_THERE, 0);
         await(barriers + V_THERE, 0);
@@ -307,7 +299,7 @@ __device__ __forceinline__ void compute_all(const Call& call, const Work& work, 
 
             // dP^T = V dO^T, 64 rows at a time
             float dP[PARTS][PART / 2];
-            await(barriers + DO_THERE + at.stage, at.parity);
+            await(barriers + O_THERE + at.stage, at.parity);
             if (rows_end) {
                 clear_rows<BR, TO_V>(on_chip + AT_DO + at.stage * BR * TO_V * 2, q_length - i0);
                 fence_shared();
@@ -322,8 +314,8 @@ __device__ __forceinline__ void compute_all(const Call& call, const Work& work, 
                 commit_products();
             }
             await_products<PARTS>();  // S, and dK of the step before
-            if (last_q >= 0 && lane == 0)
-                arrive(barriers + Q_READ + last_q);
+            if (last >= 0 && lane == 0)
+                arrive(barriers + READ + last);
 
             const bool plain = i0 >= plain_from && i0 + BR <= plain_to;
             unsigned P[BR / SUM][4];
@@ -400,10 +392,7 @@ __device__ __forceinline__ void compute_all(const Call& call, const Work& work, 
                 multiply_rs<TO_D, true>(dK, dS[n], moved(Q_across, n * ROW_STEP) + of_q, true);
 #endif
             commit_products();
-            await_products<2>();  // dV
-            if (lane == 0)
-                arrive(barriers + DO_READ + at.stage);
-            await_products<1>();  // dQ
+            await_products<1>();  // dV, dQ
 #pragma unroll
             for (int n = 0; n < DQ_COLUMNS / 8; n++)
                 atomicAdd(reinterpret_cast<float4*>(sums + n * WARP_LANES * LANE_NUMBERS),
@@ -411,7 +400,7 @@ __device__ __forceinline__ void compute_all(const Call& call, const Work& work, 
 #if !DS_FROM_SHARED
             await_products<0>();
 #endif
-            last_q = at.stage;
+            last = at.stage;
             at.next();
             i0 += BR, sums += BR * TO_D;
             if (i0 >= work.i_high) {
@@ -440,10 +429,11 @@ __device__ __forceinline__ void compute_all(const Call& call, const Work& work, 
         store_factor<BC>(on_chip + AT_V, first_key, n, x);
     }
     meet(WARPGROUP_MEETS + mine, WARPGROUP);
-    const long long j = work.j0 + first_key, exist = (PACKED ? s.kv_length : call.Tk) - j, full = s.kv_length - j;
-    const int thread = threadIdx.x % WARPGROUP;
-    store_rows<BC, TO_D, D>(call.dk, on_chip + AT_K, first_key, KEYS, exist, full, s.slot, work.h_kv, s.k_start + j, thread, WARPGROUP);
-    store_rows<BC, TO_V, DV>(call.dv, on_chip + AT_V, first_key, KEYS, exist, full, s.slot, work.h_kv, s.k_start + j, thread, WARPGROUP);
+    const int j = work.j0 + first_key, exist = (int)(PACKED ? work.kv_length : call.Tk) - j, full = work.kv_length - j;
+    elem* const dk = row_of(call.dk, work.slot, work.h, work.k_start + j);
+    elem* const dv = row_of(call.dv, work.slot, work.h, work.k_start + j);
+    store_rows<BC, TO_D, D, WARPGROUP>(dk, call.dk.row, on_chip + AT_K, first_key, KEYS, exist, full);
+    store_rows<BC, TO_V, DV, WARPGROUP>(dv, call.dv.row, on_chip + AT_V, first_key, KEYS, exist, full);
 }
 
 extern "C" __global__ void __launch_bounds__(KEYS_THREADS, 1) fa2_backward_keys(const __grid_constant__ MappedCall argument)
@@ -452,16 +442,15 @@ extern "C" __global__ void __launch_bounds__(KEYS_THREADS, 1) fa2_backward_keys(
     Barrier* const barriers = (Barrier*)(on_chip + AT_BARRIERS);
     const Call& call = argument.call;
     const Work work = work_of(call);
-    if (work.j0 >= (PACKED ? work.s.kv_length : call.Tk))
+    if (work.j0 >= (PACKED ? work.kv_length : call.Tk))
         return;
     if (threadIdx.x == 0) {
         init_barrier(barriers + K_THERE, 1);
         init_barrier(barriers + V_THERE, 1);
         for (int n = 0; n < STAGES; n++) {
-            init_barrier(barriers + Q_THERE + n, 1 + WARP_LANES);  // who begins the copy, and lanes that wrote lse
-            init_barrier(barriers + Q_READ + n, COMPUTING * WARPS);
-            init_barrier(barriers + DO_THERE + n, 1 + WARP_LANES);
-            init_barrier(barriers + DO_READ + n, COMPUTING * WARPS);
+            init_barrier(barriers + Q_THERE + n, 1);
+            init_barrier(barriers + O_THERE + n, 1 + WARP_LANES);  // who begins the copy of dO, and the lanes that wrote lse and delta
+            init_barrier(barriers + READ + n, COMPUTING * WARPS);
         }
         fence_barriers();
     }
@@ -480,15 +469,15 @@ extern "C" __global__ void __launch_bounds__(KEYS_THREADS, 1) fa2_backward_keys(
 extern "C" __global__ void __launch_bounds__(THREADS) fa2_backward_finish(const __grid_constant__ Call call)
 {
     extern __shared__ __align__(SLAB_ALIGNMENT) unsigned char on_chip[];
-    const long long blocks = (call.Tq + BR - 1) / BR, block = blockIdx.x % blocks, bh = blockIdx.x / blocks, h = bh % call.Hq;
-    const Sequence s = sequence(call, bh / call.Hq);
-    const long long i0 = block * BR, exist = (PACKED ? s.q_length : call.Tq) - i0;
-    if (exist <= 0)
+    const long long blocks = (call.Tq + BR - 1) / BR, block = blockIdx.x % blocks, bh = blockIdx.x / blocks, b = bh / call.Hq, h = bh % call.Hq;
+    const Sequence s = sequence(call, b);
+    const long long i0 = block * BR, rows_end = PACKED ? s.q_length : call.Tq;
+    if (i0 >= rows_end)
         return;
     const int lane = threadIdx.x % WARP_LANES, warp = threadIdx.x / WARP_LANES % WARPS, patch = threadIdx.x / WARPGROUP;
     const float scale = (float)call.scale;
     if (patch < PATCHES) {
-        const float* const sums = sums_of_head(call, s, h) + block * (BR * TO_D) + patch * PATCH +
+        const float* const sums = sums_of_head(call, b, h, s.q_start) + block * (BR * TO_D) + patch * PATCH +
                                   (warp * (DQ_COLUMNS / 8) * WARP_LANES + lane) * LANE_NUMBERS;
         unsigned char* const slabs = on_chip + (BY_COLUMNS ? patch * BR * SLAB_ROW : 0);
 #pragma unroll
@@ -504,5 +493,6 @@ extern "C" __global__ void __launch_bounds__(THREADS) fa2_backward_finish(const 
         }
     }
     __syncthreads();  // the rows are there
-    store_rows<BR, TO_D, D>(call.dq, on_chip, 0, BR, exist, s.q_length - i0, s.slot, h, s.q_start + i0, threadIdx.x, THREADS);
+    elem* const to = row_of(call.dq, s.slot, h, s.q_start + i0);
+    store_rows<BR, TO_D, D, THREADS>(to, call.dq.row, on_chip, 0, BR, (int)(rows_end - i0), (int)(s.q_length - i0));
 }
