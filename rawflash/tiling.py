@@ -83,6 +83,9 @@ WGMMA_ROWS = 64  # of a warpgroup
 WGMMA_REST = 2560  # bytes: barriers, what pieces of work are
 WGMMA_PROCESSORS = 132  # of a device that was not asked
 WGMMA_SECTION = 32 << 20  # bytes of K and V that stay in L2
+WGMMA_MOST_BACKWARD = 128  # head dimension
+WGMMA_BACKWARD = {64: 128, 128: 64}  # Br, by the wider of d and dv; Bc = 128
+WGMMA_STAGES, WGMMA_STAGES_S = 3, 2  # blocks of Q and dO on chip at once, and of dS
 FEW = "few rows"  # family of numba_cpu's fa2 forward pass for few queries: one at a time, not one on each lane
 FEW_QUERIES = 8  # of a head; from 12 to 16 on, lanes full of queries are faster
 FEW_KEYS = 16  # rows of K or V that it may copy, to have whole vectors
@@ -199,7 +202,7 @@ class Tiles:
         Only "products": whole rows of scores that the softmax takes at a time.
     family : str
         Of the kernels that the plan is for, see :class:`rawflash.hardware.Chip`. "split": float32 products on
-        tensor cores, as sums of products of bfloat16 parts; "mma": 16-bit products there, sums in float32;
+        tensor cores, as sums of products of bfloat16 parts; "mma", "wgmma": 16-bit products there, sums in float32;
         "few rows": see :mod:`rawflash.backends.numba_cpu.few_rows`.
     parts, part_keys : int
         Only the fa2 forward pass, on a GPU that would else be idle in parts or of the family "few rows": how many
@@ -258,7 +261,7 @@ class Tiles:
             )
         if self.family == SPLIT:
             lines.append("  float32 products on tensor cores, by six products of bfloat16 parts")
-        if self.family == MMA and any(tile.where == REGISTERS for tile in self.resident):
+        if self.family in (MMA, WGMMA) and any(tile.where == REGISTERS for tile in self.resident):
             lines.append("  products of 16-bit numbers on tensor cores, P and dS rounded to 16 bits, sums in float32")
         if self.family == FEW:
             lines.append("  one row of K or V read for all query heads that share it")
@@ -366,6 +369,44 @@ def wgmma_takes(problem: Problem, chip: Chip, direction: str) -> bool:
     )
 
 
+def wgmma_takes_backward(problem: Problem, chip: Chip, direction: str) -> bool:
+    """Is this a backward pass for cuda/sm90? What hides keys may be a band and lengths, not a mask."""
+    options = (problem.bias, problem.softcap, problem.mask, problem.sram)
+    return (
+        (chip.family, problem.algorithm, direction) == (TENSOR, "fa2", "backward")
+        and chip.name == WGMMA_CHIP
+        and problem.boxes
+        and problem.dtype in ("float16", "bfloat16")
+        and all(0 < n <= WGMMA_MOST_BACKWARD and n % 8 == 0 for n in (problem.d, problem.dv))
+        and 0 < min(problem.Tq, problem.Tk) <= max(problem.Tq, problem.Tk) < MMA_LONGEST
+        and MMA_SCALES[0] < problem.scale < MMA_SCALES[1]
+        and all(option is None for option in options)
+        and not (problem.page or problem.alibi or problem.dropout or problem.deterministic)
+    )
+
+
+def _wgmma_backward(problem: Problem, chip: Chip) -> Tiles:
+    """The blocks of cuda/sm90/fa2_backward.cu; they fit."""
+    d, dv = _padded(problem.d, WGMMA_SLAB), _padded(problem.dv, WGMMA_SLAB)
+    br, bc, stages = WGMMA_BACKWARD[max(d, dv)], 128, WGMMA_STAGES
+    resident = (
+        Tile("K", bc, d, 2),
+        Tile("V", bc, dv, 2),
+        Tile("Q", stages * br, d, 2),
+        Tile("dO", stages * br, dv, 2),
+        Tile("dS", WGMMA_STAGES_S * bc, br, 2),
+        Tile("lse", stages * br, 1, 4),
+        Tile("delta", stages * br, 1, 4),
+        Tile("barriers", 2 + 3 * stages, 1, 8),
+        Tile("S, P", bc, br, 4, REGISTERS),
+        Tile("dP", bc, br, 4, REGISTERS),
+        Tile("dQ", br, d, 4, REGISTERS),
+        Tile("dK", bc, d, 4, REGISTERS),
+        Tile("dV", bc, dv, 4, REGISTERS),
+    )
+    return Tiles(br, bc, resident, chip.name, chip.on_chip_bytes, JI, family=WGMMA)
+
+
 def mma_pitch(d: int) -> int:
     """Numbers of a row of an "mma" tile: 64 or 128, of which the matrix has ``d``."""
     return _padded(d, MMA_COLUMNS)
@@ -426,6 +467,8 @@ def plan_tiles(
         planned = _wgmma(problem, chip)
         if planned is not None:
             return planned
+    if blocks is None and order in (None, JI) and wgmma_takes_backward(problem, chip, direction):
+        return _wgmma_backward(problem, chip)
     tiles = _flash(problem, chip, direction, order, blocks)
     if blocks is None and few_takes(problem, chip, direction):
         return _few(problem, chip, tiles)
