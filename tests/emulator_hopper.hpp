@@ -714,7 +714,7 @@ static bool stuck()
 
 // ---- the twins ----------------------------------------------------------------------------------------------------------------------------
 
-inline unsigned shared_address(const void* x) { return emulated::offset_of(x, 1, "an address") + emulated::FIRST_ADDRESS; }
+inline unsigned address_of_shared(const void* x) { return emulated::offset_of(x, 1, "an address") + emulated::FIRST_ADDRESS; }
 
 inline void init_barrier(Barrier* barrier, int arrivals)
 {
@@ -862,7 +862,7 @@ inline void prefetch_map(const TensorMap& map) { emulated::decoded(map); }
 
 inline unsigned long long factor(const void* first, int slab_bytes = 16)
 {
-    return 1ull << 62 | (uint64_t)(emulated::ATOM >> 4) << 32 | (uint64_t)(slab_bytes >> 4) << 16 | (shared_address(first) >> 4 & 0x3FFF);
+    return 1ull << 62 | (uint64_t)(emulated::ATOM >> 4) << 32 | (uint64_t)(slab_bytes >> 4) << 16 | (address_of_shared(first) >> 4 & 0x3FFF);
 }
 inline unsigned long long moved(unsigned long long factor, int bytes) { return factor + (bytes >> 4); }
 

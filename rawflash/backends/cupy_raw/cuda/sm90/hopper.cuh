@@ -27,8 +27,6 @@ constexpr unsigned MOST_POLLS = 1u << 20;  // of a barrier, then the kernel ends
 
 #ifndef EMULATED
 
-__device__ __forceinline__ unsigned shared_address(const void* x) { return (unsigned)__cvta_generic_to_shared(x); }
-
 // ---- barriers in shared memory: of arrivals and of bytes ------------------------------------------------------------------------
 
 typedef unsigned long long Barrier;
