@@ -20,8 +20,6 @@
 #include "padding.cuh"
 #include "hopper.cuh"
 
-#define DS_FROM_SHARED 1
-
 constexpr int WARP_LANES = 32, WARPS = WARPGROUP / WARP_LANES;  // of a warpgroup
 constexpr int COMPUTING = 2, KEYS = BC / COMPUTING;             // warpgroups, and the keys of each
 constexpr int KEYS_THREADS = (1 + COMPUTING) * WARPGROUP;
@@ -35,6 +33,7 @@ static_assert(KEYS == 64 && BR % SLAB == 0 && ALIGNED && D % 8 == 0 && DV % 8 ==
 constexpr bool BY_COLUMNS = BR == 64 && TO_D == 128, BY_ROWS = BR == 128 && TO_D == 64, BY_KEYS = !BY_COLUMNS && !BY_ROWS;
 constexpr int DQ_COLUMNS = BY_COLUMNS ? TO_D / 2 : TO_D;
 static_assert(!BY_KEYS || BR == 64, "all rows");
+static_assert(DQ_COLUMNS == PART, "dQ and dP have the same registers");
 constexpr int PATCH = 64 * DQ_COLUMNS;          // numbers of it
 constexpr int PATCHES = BR * TO_D / PATCH;      // in a block of rows
 constexpr int LANE_NUMBERS = 4;                 // neighbouring numbers of a lane there
@@ -217,25 +216,42 @@ __device__ __forceinline__ void store_rows(
     }
 }
 
-__device__ __forceinline__ void compute_all(const Call& call, const Work& work, unsigned char* on_chip, Barrier* barriers)
-{
-    const int lane = threadIdx.x % WARP_LANES, warp = threadIdx.x / WARP_LANES % WARPS;
-    const int mine = __shfl_sync(WARP, (int)(threadIdx.x / WARPGROUP) - 1, 0), first_key = mine * KEYS;
-    float dK[TO_D / 2], dV[TO_V / 2];
-#pragma unroll
-    for (int n = 0; n < TO_D / 2; n++)
-        dK[n] = 0.0f;
-#pragma unroll
-    for (int n = 0; n < TO_V / 2; n++)
-        dV[n] = 0.0f;
+// What a warpgroup has of its keys, while it goes through the rows. dQ and dK of a step are begun in the next one, so that there are products under
+// way while P and dS are computed.
+struct Keys {
+    const Call& call;
+    const Work& work;
+    unsigned char* const on_chip;
+    Barrier* const barriers;
+    const int lane, warp, mine, first_key;
+    float dK[TO_D / 2], dV[TO_V / 2], scale;
+    // Of the lane's two keys: the rows that see them, none if the key does not exist. All rows from plain_from on, before plain_to, see all of
+    // the warpgroup's keys.
+    int first[2], count[2], plain_from, plain_to;
+    bool rows_follow;  // copies read what follows the rows of a sequence
+    float* sums;       // of dQ
+    long long between;  // those of one head and those of the next
+    int i0, last;
+    Ring at;
+    const unsigned long long memory;
 
-    if (work.steps > 0) {
-        const float scale = (float)(call.scale * (double)LOG2E);
+    __device__ __forceinline__ Keys(const Call& call, const Work& work, unsigned char* on_chip, Barrier* barriers)
+        : call(call), work(work), on_chip(on_chip), barriers(barriers), lane(threadIdx.x % WARP_LANES), warp(threadIdx.x / WARP_LANES % WARPS),
+          mine(__shfl_sync(WARP, (int)(threadIdx.x / WARPGROUP) - 1, 0)), first_key(mine * KEYS), memory(factor(on_chip))
+    {
+#pragma unroll
+        for (int n = 0; n < TO_D / 2; n++)
+            dK[n] = 0.0f;
+#pragma unroll
+        for (int n = 0; n < TO_V / 2; n++)
+            dV[n] = 0.0f;
+    }
+
+    __device__ __forceinline__ void begin()
+    {
+        scale = (float)(call.scale * (double)LOG2E);
         const int q_length = work.q_length, left = (int)least(work.kv_length - work.j0, BC);  // keys of the block
-        // Of the lane's two keys: the rows that see them, none if the key does not exist. All rows from plain_from on, before plain_to, see
-        // all of the warpgroup's keys.
-        int first[2], count[2];
-        int plain_from = 0, plain_to = first_key + KEYS <= left ? q_length + BR : 0;
+        plain_from = 0, plain_to = first_key + KEYS <= left ? q_length + BR : 0;
 #pragma unroll
         for (int e = 0; e < 2; e++) {
             const int y = first_key + 16 * warp + lane / 4 + 8 * e;
@@ -251,189 +267,239 @@ __device__ __forceinline__ void compute_all(const Call& call, const Work& work, 
             plain_from = (int)clamp(j + KEYS - 1 - call.band_upper, 0, q_length + BR);
             plain_to = (int)least(plain_to, clamp(j - call.band_lower + 1, 0, q_length + BR));
         }
-        // Copies read what follows the rows of a sequence if there is something
-        const bool rows_follow = work.q_start + q_length < call.rows_q, keys_follow = work.k_start + work.kv_length < call.rows_k;
-        float* sums = sums_of_head(call, work.b, work.h * (call.Hq / call.Hkv), work.q_start) + (long long)(work.i_low / BR) * (BR * TO_D) +
-                      (BY_KEYS ? 0 : mine * PATCH) + (warp * (DQ_COLUMNS / 8) * WARP_LANES + lane) * LANE_NUMBERS;
-
-        const unsigned long long K = factor(on_chip + AT_K + first_key * SLAB_ROW), V = factor(on_chip + AT_V + first_key * SLAB_ROW);
-        const unsigned long long K_across =
-            factor(on_chip + AT_K + (BY_COLUMNS ? mine * BC * SLAB_ROW : BY_KEYS ? first_key * SLAB_ROW : 0), BC * SLAB_ROW);
-        const unsigned long long Q = factor(on_chip + AT_Q), Q_across = factor(on_chip + AT_Q, BR * SLAB_ROW);
-        const unsigned long long dO = factor(on_chip + AT_DO), dO_across = factor(on_chip + AT_DO, BR * SLAB_ROW);
-        const unsigned long long dS_across =
-            factor(on_chip + AT_DS + (BY_ROWS ? mine * BC * SLAB_ROW : BY_KEYS ? first_key * SLAB_ROW : 0), BC * SLAB_ROW);
-        const unsigned long long dS_mine = factor(on_chip + AT_DS + first_key * SLAB_ROW);
-
-        Ring at;
-        int i0 = work.i_low, last = -1;
+        rows_follow = work.q_start + q_length < call.rows_q;
+        sums = sums_of_head(call, work.b, work.h * (call.Hq / call.Hkv), work.q_start) + (long long)(work.i_low / BR) * (BR * TO_D) +
+               (BY_KEYS ? 0 : mine * PATCH) + (warp * (DQ_COLUMNS / 8) * WARP_LANES + lane) * LANE_NUMBERS;
+        between = (blocks_of_head(call) - (work.i_high - work.i_low + BR - 1) / BR) * (BR * TO_D);
+        i0 = work.i_low, last = 0;
 
         await(barriers + K_THERE, 0);
         await(barriers + V_THERE, 0);
-        if (keys_follow && left < BC) {
+        if (work.k_start + work.kv_length < call.rows_k && left < BC) {  // copies have read what follows
             clear_rows<BC, TO_D>(on_chip + AT_K, left);
             clear_rows<BC, TO_V>(on_chip + AT_V, left);
             fence_shared();
             all_meet();
         }
+    }
 
-        for (int steps = work.steps; steps > 0; steps--) {
-            const bool rows_end = rows_follow && i0 + BR > q_length;
-            unsigned char* const tile = on_chip + AT_DS + steps % S_STAGES * (BC * BR * 2);
-            const int of_q = at.stage * (BR * TO_D * 2 >> 4), of_o = at.stage * (BR * TO_V * 2 >> 4);
-            const int of_s = steps % S_STAGES * (BC * BR * 2 >> 4);
+    // A factor in slabs `bytes` from the start of shared memory; transposed, if a slab's bytes are said.
+    __device__ __forceinline__ unsigned long long slabs(int bytes, int slab_bytes = 16) const
+    {
+        const unsigned first = once_more((unsigned)memory);  // what follows from it is not worth a register for the whole loop
+        return moved((memory & 0xFFFFFFFF00000000ull) | (first + ((unsigned)((slab_bytes - 16) >> 4) << 16)), bytes);
+    }
 
-            // S^T = K Q^T
-            float S[BR / 2];
-            await(barriers + Q_THERE + at.stage, at.parity);
-            if (rows_end) {
-                clear_rows<BR, TO_D>(on_chip + AT_Q + at.stage * BR * TO_D * 2, q_length - i0);
-                fence_shared();
-                all_meet();
-            }
+    // dQ_i = dS K
+    __device__ __forceinline__ void begin_dQ(float (&dQ)[DQ_COLUMNS / 2], int of_s)
+    {
+        const unsigned long long dS = slabs(AT_DS + (BY_ROWS ? mine * BC * SLAB_ROW : BY_KEYS ? first_key * SLAB_ROW : 0) + of_s, BC * SLAB_ROW);
+        const unsigned long long K = slabs(AT_K + (BY_COLUMNS ? mine * BC * SLAB_ROW : BY_KEYS ? first_key * SLAB_ROW : 0), BC * SLAB_ROW);
+        fence_products();
+#pragma unroll
+        for (int n = 0; n < (BY_KEYS ? KEYS : BC) / SUM; n++)
+            multiply_ss<DQ_COLUMNS, true, true>(dQ, moved(dS, n * ROW_STEP), moved(K, n * ROW_STEP), n > 0);
+        commit_products();
+    }
+
+    // dK += dS^T Q
+    __device__ __forceinline__ void begin_dK(int of_s, int of_q)
+    {
+        const unsigned long long dS = slabs(AT_DS + first_key * SLAB_ROW + of_s), Q = slabs(AT_Q + of_q, BR * SLAB_ROW);
+        fence_products();
+#pragma unroll
+        for (int n = 0; n < BR / SUM; n++)
+            multiply_ss<TO_D, false, true>(dK, moved(dS, column_step<BC>(n)), moved(Q, n * ROW_STEP), true);
+        commit_products();
+    }
+
+    // dP^T = V dO^T, 64 rows
+    __device__ __forceinline__ void begin_dP(float (&dP)[PART / 2], int r, int of_o)
+    {
+        const unsigned long long V = slabs(AT_V + first_key * SLAB_ROW), dO = slabs(AT_DO + of_o + r * PART * SLAB_ROW);
+        fence_products();
+#pragma unroll
+        for (int n = 0; n < TO_V / SUM; n++)
+            multiply_ss<PART>(dP, moved(V, column_step<BC>(n)), moved(dO, column_step<BR>(n)), n > 0);
+        commit_products();
+    }
+
+    __device__ __forceinline__ void add_dQ(const float (&dQ)[DQ_COLUMNS / 2])
+    {
+#pragma unroll
+        for (int n = 0; n < DQ_COLUMNS / 8; n++)
+            atomicAdd(reinterpret_cast<float4*>(sums + n * WARP_LANES * LANE_NUMBERS),
+                      make_float4(dQ[4 * n], dQ[4 * n + 1], dQ[4 * n + 2], dQ[4 * n + 3]));
+        sums += BR * TO_D + (i0 == work.i_low ? between : 0);  // the rows that are next may be another head's
+    }
+
+    // Zeros where a row does not see a key. Column 8 (n / 4) + n % 2 after the lane's first is the row, counted from i0.
+    __device__ __forceinline__ void hide(float (&S)[BR / 2], int r) const
+    {
+#pragma unroll
+        for (int n = 0; n < PART / 2; n++)
+            if ((unsigned)(i0 - first[n / 2 % 2] + r * PART + 8 * (n / 4) + n % 2) >= (unsigned)count[n / 2 % 2])
+                S[r * (PART / 2) + n] = 0.0f;
+    }
+
+    // P = exp(S - lse) for 64 rows, at most 1 whatever was rounded; NaN stays NaN.
+    __device__ __forceinline__ void take_powers(float (&S)[BR / 2], int r, bool plain) const
+    {
+        const float2* const lse = (const float2*)(on_chip + AT_LSE) + at.stage * (BR / 2) + r * (PART / 2) + lane % 4;
+#pragma unroll
+        for (int n = 0; n < PART / 2; n++) {
+            const float minus = n % 2 ? -lse[n / 4 * 4].y : -lse[n / 4 * 4].x;
+            float& x = S[r * (PART / 2) + n];
+            x = exp2_approximately(least_or_nan(fmaf(x, scale, minus), 0.0f));
+        }
+        if (!plain)
+            hide(S, r);
+    }
+
+    // S, P, dP, dS and dV of a block of rows; dQ and dK of the one before, if there is one. `parity` is of the steps that are left.
+    template <bool FIRST> __device__ __forceinline__ void step(int parity)
+    {
+        const bool rows_end = rows_follow && i0 + BR > work.q_length;
+        unsigned char* const tile = on_chip + AT_DS + parity * (BC * BR * 2);
+        const int of_q = at.stage * (BR * TO_D * 2), of_o = at.stage * (BR * TO_V * 2);
+        const int before_s = (parity ^ 1) * (BC * BR * 2), before_q = last * (BR * TO_D * 2);
+
+        // S^T = K Q^T
+        float S[BR / 2], X[PART / 2];  // dQ, then dP, in the same registers
+        await(barriers + Q_THERE + at.stage, at.parity);
+        if (rows_end) {
+            clear_rows<BR, TO_D>(on_chip + AT_Q + at.stage * BR * TO_D * 2, work.q_length - i0);
+            fence_shared();
+            all_meet();
+        }
+        {
+            const unsigned long long K = slabs(AT_K + first_key * SLAB_ROW), Q = slabs(AT_Q + of_q);
             fence_products();
 #pragma unroll
             for (int n = 0; n < TO_D / SUM; n++)
-                multiply_ss<BR>(S, moved(K, column_step<BC>(n)), moved(Q, column_step<BR>(n)) + of_q, n > 0);
+                multiply_ss<BR>(S, moved(K, column_step<BC>(n)), moved(Q, column_step<BR>(n)), n > 0);
             commit_products();
+        }
 
-            // dP^T = V dO^T, 64 rows at a time
-            float dP[PARTS][PART / 2];
-            await(barriers + O_THERE + at.stage, at.parity);
-            if (rows_end) {
-                clear_rows<BR, TO_V>(on_chip + AT_DO + at.stage * BR * TO_V * 2, q_length - i0);
-                fence_shared();
-                all_meet();
-            }
-            fence_products();
-#pragma unroll
-            for (int r = 0; r < PARTS; r++) {
-#pragma unroll
-                for (int n = 0; n < TO_V / SUM; n++)
-                    multiply_ss<PART>(dP[r], moved(V, column_step<BC>(n)), moved(dO, r * PART * SLAB_ROW + column_step<BR>(n)) + of_o, n > 0);
-                commit_products();
-            }
-            await_products<PARTS>();  // S, and dK of the step before
-            if (last >= 0 && lane == 0)
-                arrive(barriers + READ + last);
-
-            const bool plain = i0 >= plain_from && i0 + BR <= plain_to;
-            unsigned P[BR / SUM][4];
-#if !DS_FROM_SHARED
-            unsigned dS[BR / SUM][4];
-#endif
-#pragma unroll
-            for (int r = 0; r < PARTS; r++) {
-                // P = exp(S - lse), at most 1 whatever was rounded; NaN stays NaN
-                const float2* const lse = (const float2*)(on_chip + AT_LSE) + at.stage * (BR / 2) + r * (PART / 2) + lane % 4;
-                float x[PART / 2];
-#pragma unroll
-                for (int n = 0; n < PART / 2; n++) {
-                    const float minus = n % 2 ? -lse[n / 4 * 4].y : -lse[n / 4 * 4].x;
-                    x[n] = exp2_approximately(least_or_nan(fmaf(S[r * (PART / 2) + n], scale, minus), 0.0f));
-                }
-                // Column 8 (n / 4) + n % 2 after the lane's first is the row, counted from i0
-                const auto hide = [&](float (&x)[PART / 2]) {
-#pragma unroll
-                    for (int n = 0; n < PART / 2; n++)
-                        if ((unsigned)(i0 - first[n / 2 % 2] + r * PART + 8 * (n / 4) + n % 2) >= (unsigned)count[n / 2 % 2])
-                            x[n] = 0.0f;
-                };
-                if (!plain)
-                    hide(x);
-                await_products<PARTS - 1>();  // this dP
-
-                // dV += P^T dO
-#pragma unroll
-                for (int n = 0; n < PART / SUM; n++)
-                    to_factor(P[r * (PART / SUM) + n], x, n);
-                fence_products();
-#pragma unroll
-                for (int n = 0; n < PART / SUM; n++)
-                    multiply_rs<TO_V, true>(dV, P[r * (PART / SUM) + n], moved(dO_across, r * PART * SLAB_ROW + n * ROW_STEP) + of_o, true);
-                commit_products();
-
-                // dS = P (dP - delta)
-                const float2* const delta = (const float2*)(on_chip + AT_DELTA) + at.stage * (BR / 2) + r * (PART / 2) + lane % 4;
-#pragma unroll
-                for (int n = 0; n < PART / 2; n++)
-                    x[n] *= dP[r][n] - (n % 2 ? delta[n / 4 * 4].y : delta[n / 4 * 4].x);
-                if (!plain)
-                    hide(x);
-#pragma unroll
-                for (int n = 0; n < PART / SUM; n++) {
-#if DS_FROM_SHARED
-                    unsigned dS[1][4];
-                    to_factor(dS[0], x, n);
-                    store_factor<BC>(tile, first_key, r * (PART / SUM) + n, dS[0]);
-#else
-                    to_factor(dS[r * (PART / SUM) + n], x, n);
-                    store_factor<BC>(tile, first_key, r * (PART / SUM) + n, dS[r * (PART / SUM) + n]);
-#endif
-                }
-            }
+        all_meet();  // dS of the step before is there, and no thread reads that of the step before it any more
+        if constexpr (!FIRST) {
+            await_products<1>();  // dV: the registers of P are free
+            begin_dQ(X, before_s);
+        }
+        if constexpr (!FIRST)
+            begin_dK(before_s, before_q);
+        await(barriers + O_THERE + at.stage, at.parity);
+        if (rows_end) {
+            clear_rows<BR, TO_V>(on_chip + AT_DO + at.stage * BR * TO_V * 2, work.q_length - i0);
             fence_shared();
-            all_meet();  // dS is there; no thread reads that of the step before the last any more
+            all_meet();
+        }
 
-            // dQ_i = dS K
-            float dQ[DQ_COLUMNS / 2];
+        const bool plain = i0 >= plain_from && i0 + BR <= plain_to;
+        unsigned P[BR / SUM][4];
+#pragma unroll
+        for (int r = 0; r < PARTS; r++) {  // 64 rows at a time
+            if (r == 0) {
+                await_products<FIRST ? 0 : 2>();  // S
+                take_powers(S, r, plain);
+                if constexpr (!FIRST) {
+                    await_products<1>();  // dQ
+                    add_dQ(X);
+                }
+                begin_dP(X, r, of_o);
+            } else {
+                begin_dP(X, r, of_o);
+                take_powers(S, r, plain);
+            }
+            // dV += P^T dO
+            const unsigned long long dO = slabs(AT_DO + of_o, BR * SLAB_ROW);
+#pragma unroll
+            for (int n = r * (PART / SUM); n < (r + 1) * (PART / SUM); n++)
+                to_factor(P[n], S, n);
             fence_products();
 #pragma unroll
-            for (int n = 0; n < (BY_KEYS ? KEYS : BC) / SUM; n++)
-                multiply_ss<DQ_COLUMNS, true, true>(dQ, moved(dS_across, n * ROW_STEP) + of_s, moved(K_across, n * ROW_STEP), n > 0);
+            for (int n = r * (PART / SUM); n < (r + 1) * (PART / SUM); n++)
+                multiply_rs<TO_V, true>(dV, P[n], moved(dO, n * ROW_STEP), true);
             commit_products();
 
-            // dK += dS^T Q
+            // dS = P (dP - delta)
+            await_products<1>();  // dP
+            const float2* const delta = (const float2*)(on_chip + AT_DELTA) + at.stage * (BR / 2) + r * (PART / 2) + lane % 4;
 #pragma unroll
-            for (int n = 0; n < BR / SUM; n++)
-#if DS_FROM_SHARED
-                multiply_ss<TO_D, false, true>(dK, moved(dS_mine, column_step<BC>(n)) + of_s, moved(Q_across, n * ROW_STEP) + of_q, true);
-#else
-                multiply_rs<TO_D, true>(dK, dS[n], moved(Q_across, n * ROW_STEP) + of_q, true);
-#endif
-            commit_products();
-            await_products<1>();  // dV, dQ
+            for (int n = 0; n < PART / 2; n++)
+                S[r * (PART / 2) + n] *= X[n] - (n % 2 ? delta[n / 4 * 4].y : delta[n / 4 * 4].x);
+            if (!plain)
+                hide(S, r);
 #pragma unroll
-            for (int n = 0; n < DQ_COLUMNS / 8; n++)
-                atomicAdd(reinterpret_cast<float4*>(sums + n * WARP_LANES * LANE_NUMBERS),
-                          make_float4(dQ[4 * n], dQ[4 * n + 1], dQ[4 * n + 2], dQ[4 * n + 3]));
-#if !DS_FROM_SHARED
-            await_products<0>();
-#endif
-            last = at.stage;
-            at.next();
-            i0 += BR, sums += BR * TO_D;
-            if (i0 >= work.i_high) {
-                i0 = work.i_low;
-                sums += (blocks_of_head(call) - (work.i_high - work.i_low + BR - 1) / BR) * (BR * TO_D);
+            for (int n = r * (PART / SUM); n < (r + 1) * (PART / SUM); n++) {
+                unsigned dS[4];
+                to_factor(dS, S, n);
+                store_factor<BC>(tile, first_key, n, dS);
             }
         }
-        await_products<0>();  // dK
+        fence_shared();
+        if (!FIRST && lane == 0)  // its dK is done
+            arrive(barriers + READ + last);
+        last = at.stage;
+        at.next();
+        i0 += BR;
+        if (i0 >= work.i_high)
+            i0 = work.i_low;
+    }
+
+    // dQ and dK of the last step.
+    __device__ __forceinline__ void end()
+    {
+        float dQ[DQ_COLUMNS / 2];
+        constexpr int of_s = 1 * (BC * BR * 2);  // one step was left
+        all_meet();  // dS is there
+        begin_dQ(dQ, of_s);
+        begin_dK(of_s, last * (BR * TO_D * 2));
+        await_products<1>();  // dQ
+        add_dQ(dQ);
+        await_products<0>();
         all_meet();  // no thread reads K and V any more
     }
 
     // Write dK_j, dV_j, by way of where K and V were. Keys of padding have 0.
-    const float scale = (float)call.scale;
+    __device__ __forceinline__ void store()
+    {
+        const float factor_of_dK = (float)call.scale;
 #pragma unroll
-    for (int n = 0; n < TO_D / SUM; n++) {
-        unsigned x[4];
+        for (int n = 0; n < TO_D / SUM; n++) {
+            unsigned x[4];
 #pragma unroll
-        for (int e = 0; e < 4; e++)
-            x[e] = pair(dK[8 * n + 2 * e] * scale, dK[8 * n + 2 * e + 1] * scale);
-        store_factor<BC>(on_chip + AT_K, first_key, n, x);
+            for (int e = 0; e < 4; e++)
+                x[e] = pair(dK[8 * n + 2 * e] * factor_of_dK, dK[8 * n + 2 * e + 1] * factor_of_dK);
+            store_factor<BC>(on_chip + AT_K, first_key, n, x);
+        }
+#pragma unroll
+        for (int n = 0; n < TO_V / SUM; n++) {
+            unsigned x[4];
+            to_factor(x, dV, n);
+            store_factor<BC>(on_chip + AT_V, first_key, n, x);
+        }
+        meet(WARPGROUP_MEETS + mine, WARPGROUP);
+        const int j = work.j0 + first_key, exist = (int)(PACKED ? work.kv_length : call.Tk) - j, full = work.kv_length - j;
+        elem* const dk = row_of(call.dk, work.slot, work.h, work.k_start + j);
+        elem* const dv = row_of(call.dv, work.slot, work.h, work.k_start + j);
+        store_rows<BC, TO_D, D, WARPGROUP>(dk, call.dk.row, on_chip + AT_K, first_key, KEYS, exist, full);
+        store_rows<BC, TO_V, DV, WARPGROUP>(dv, call.dv.row, on_chip + AT_V, first_key, KEYS, exist, full);
     }
-#pragma unroll
-    for (int n = 0; n < TO_V / SUM; n++) {
-        unsigned x[4];
-        to_factor(x, dV, n);
-        store_factor<BC>(on_chip + AT_V, first_key, n, x);
+};
+
+__device__ __forceinline__ void compute_all(const Call& call, const Work& work, unsigned char* on_chip, Barrier* barriers)
+{
+    Keys keys(call, work, on_chip, barriers);
+    if (work.steps > 0) {
+        keys.begin();
+        keys.step<true>(work.steps & 1);
+#pragma unroll 1
+        for (int steps = work.steps - 1; steps > 0; steps--)
+            keys.step<false>(steps & 1);
+        keys.end();
     }
-    meet(WARPGROUP_MEETS + mine, WARPGROUP);
-    const int j = work.j0 + first_key, exist = (int)(PACKED ? work.kv_length : call.Tk) - j, full = work.kv_length - j;
-    elem* const dk = row_of(call.dk, work.slot, work.h, work.k_start + j);
-    elem* const dv = row_of(call.dv, work.slot, work.h, work.k_start + j);
-    store_rows<BC, TO_D, D, WARPGROUP>(dk, call.dk.row, on_chip + AT_K, first_key, KEYS, exist, full);
-    store_rows<BC, TO_V, DV, WARPGROUP>(dv, call.dv.row, on_chip + AT_V, first_key, KEYS, exist, full);
+    keys.store();
 }
 
 extern "C" __global__ void __launch_bounds__(KEYS_THREADS, 1) fa2_backward_keys(const __grid_constant__ MappedCall argument)

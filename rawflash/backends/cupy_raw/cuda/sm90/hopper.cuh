@@ -136,8 +136,11 @@ __device__ __forceinline__ unsigned long long factor(const void* first, int slab
            ((shared_address(first) >> 4) & 0x3FFF);
 }
 
-// The same, some bytes further.
-__device__ __forceinline__ unsigned long long moved(unsigned long long factor, int bytes) { return factor + (bytes >> 4); }
+// The same, some bytes further: the address is in the lower half, which it does not leave.
+__device__ __forceinline__ unsigned long long moved(unsigned long long factor, int bytes)
+{
+    return (factor & 0xFFFFFFFF00000000ull) | ((unsigned)factor + (bytes >> 4));
+}
 
 // Before the first product, and after registers of a product were written by other code; what follows the last of some; wait until at most
 // PENDING such groups are under way. Sums and factors in registers are not to be touched meanwhile.
