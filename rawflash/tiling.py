@@ -198,7 +198,7 @@ class Tiles:
         if self.family == SPLIT:
             lines.append("  float32 products on tensor cores, by six products of bfloat16 parts")
         if self.family == MMA and any(tile.where == REGISTERS for tile in self.resident):
-            lines.append("  16-bit products on tensor cores, P and dS rounded to 16 bits, sums in float32")
+            lines.append("  products of 16-bit numbers on tensor cores; P and dS in 16, sums in 32 bits")
         if self.family == FEW:
             lines.append("  one row of K or V read for all query heads that share it")
         if self.family == FEW_MMA:
