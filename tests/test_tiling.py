@@ -285,8 +285,8 @@ def test_forward_of_halves_by_cupy_raw(name, d, dv, shape, smem_bytes):
 
 
 @pytest.mark.parametrize("options", [
-    dict(softcap=2.0), dict(bias=(1, 1, 4, 4)), dict(alibi=True), dict(dropout=0.5), dict(mask="dense"), dict(scale=1.0),
-    dict(deterministic=True), dict(causal=True), dict(varlen=True), dict(sinks=True),
+    dict(softcap=2.0), dict(bias=(1, 1, 4, 4)), dict(alibi=True), dict(dropout=0.5), dict(mask="dense"),
+    dict(scale=1.0), dict(deterministic=True), dict(causal=True), dict(varlen=True), dict(sinks=True),
 ])  # fmt: skip
 def test_forward_of_halves_by_cupy_raw_takes_every_option(options):
     """Blocks are narrower where scores are worked on."""
