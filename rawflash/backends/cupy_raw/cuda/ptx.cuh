@@ -25,7 +25,7 @@ __device__ __forceinline__ float exp2_approximately(float x)
     return y;
 }
 
-// 1 / x, to a unit in the last place; 0 for infinity.
+// 1 / x, to 1 unit in the last place; of more than 2^126 it is 0.
 __device__ __forceinline__ float reciprocal_approximately(float x)
 {
     float y;
