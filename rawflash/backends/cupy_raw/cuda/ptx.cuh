@@ -64,18 +64,10 @@ __device__ __forceinline__ long long in_register(long long x)
     return x;
 }
 
-// The same number, as if it were another one each time: what follows from it is computed where it is used, and has not to stay in registers.
-__device__ __forceinline__ unsigned renewed(unsigned x)
+// The same number, of which the compiler does not know that: what is computed from it is not kept in registers for as long.
+__device__ __forceinline__ unsigned once_more(unsigned x)
 {
     asm volatile("" : "+r"(x));
-    return x;
-}
-
-// blockIdx.x, asked for again: for what is needed at the end of a kernel only.
-__device__ __forceinline__ unsigned block_index_again()
-{
-    unsigned x;
-    asm volatile("mov.u32 %0, %%ctaid.x;" : "=r"(x));
     return x;
 }
 

@@ -584,7 +584,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) fa2_backward_keys(
 
     int stage = 0;
     while (more) {
-        const unsigned tiles = renewed(base), Q_i = tiles + PASSING + stage * STAGE, dO_i = Q_i + PASSING_V;
+        const unsigned tiles = once_more(base), Q_i = tiles + PASSING + stage * STAGE, dO_i = Q_i + PASSING_V;
         const unsigned own_K = tiles + 16 * own_warp() * (COLUMNS_D * 2) + lane_rows<COLUMNS_D>();
         const unsigned own_V = tiles + OWN_V + 16 * own_warp() * (COLUMNS_V * 2) + lane_rows<COLUMNS_V>();
         const int next_stage = STAGES == 2 ? stage ^ 1 : 0;
@@ -645,7 +645,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) fa2_backward_keys(
     __syncthreads();  // no thread reads K_j and V_j any more
 
     // Write dK_j, dV_j
-    const KeyBlock own = key_block(call, block_index_again());
+    const KeyBlock own = key_block(call, once_more(blockIdx.x));
     const int full = narrow_far(own.s.kv_length - own.j0), exist = narrow_far(own.end - own.j0);
     const long long row = own.s.k_start + own.j0;
     store_own<D>(dK, float(call.scale), base, row_of(call.dk, own.s.slot, own.h_kv, row), call.dk.row, full, exist);
