@@ -1,4 +1,4 @@
-"""FlashAttention-2, backward pass: the launcher of ``fa2_backward.cu`` of the plan's family, and ``cuda/side_gradients.cu``."""
+"""FlashAttention-2, backward pass: the launcher of ``fa2_backward.cu``, here or in ``mma/``, and ``side_gradients.cu``."""
 
 from __future__ import annotations
 
