@@ -1,4 +1,5 @@
-"""FlashAttention-2, backward pass: the launcher of ``fa2_backward.cu``, here or in ``mma/``, and ``side_gradients.cu``."""
+"""FlashAttention-2, backward pass: the launcher of ``cuda/fa2_backward.cu`` or ``cuda/mma/fa2_backward.cu``, and of
+``cuda/side_gradients.cu``."""
 
 from __future__ import annotations
 

@@ -263,6 +263,31 @@ struct Tile {
     float scale;
 };
 
+__device__ __forceinline__ unsigned word_of(uint4 words, int n) { return n == 0 ? words.x : n == 1 ? words.y : n == 2 ? words.z : words.w; }
+
+// What dropout keeps of COUNT pieces where the own rows are keys, bit 4 n + e for each number; j and i: those of n = e = 0. Four lanes own the
+// four neighbouring keys that share a counter: each asks for one in four of their rows, and they exchange the words.
+template <int COUNT> __device__ __forceinline__ unsigned kept_of_keys(const Call& call, const Head& at, long long j, long long i)
+{
+    static_assert(4 * COUNT <= 32, "a bit for each");
+    const int mine = lane_g() % 4;
+    const unsigned threshold = (unsigned)call.keep_threshold;
+    unsigned keeps = 0;
+#pragma unroll
+    for (int n = 0; n < COUNT; n++) {
+        const uint4 words = philox((unsigned)((j + mine / 2 * 8) / 4), (unsigned)(i + 8 * n + mine % 2), (unsigned)at.h, (unsigned)at.s.b,
+            (unsigned long long)call.seed);
+#pragma unroll
+        for (int distance = 0; distance < 4; distance++) {
+            const int other = mine ^ distance;
+            const unsigned given = word_of(words, other);
+            const unsigned word = distance == 0 ? given : __shfl_xor_sync(WARP, given, 4 * distance);
+            keeps |= (unsigned)(word >= threshold) << (4 * n + other);
+        }
+    }
+    return keeps;
+}
+
 // dS for COUNT pieces of eight passing rows, from row `first` of the block on; take(P) is called as soon as P is there.
 template <bool OWN_KEYS, bool LOOK, int COUNT, class Rows, class Take>
 __device__ __forceinline__ void score_gradients(
@@ -295,6 +320,9 @@ __device__ __forceinline__ void score_gradients(
         gradients_of_scores(dS, P, delta, partial, hides);
     } else {
         row_products<DV, ROWS>(dS, tile.own_v, dv, first);
+        unsigned keeps = 0;
+        if constexpr (DROPOUT && OWN_KEYS)
+            keeps = kept_of_keys<COUNT>(call, at, tile.own, tile.passing + x);
 #pragma unroll
         for (int n = 0; n < COUNT; n++)
 #pragma unroll
@@ -304,9 +332,10 @@ __device__ __forceinline__ void score_gradients(
                     return e % 2 ? pair.y : pair.x;
                 };
                 float p, ds;
+                const long long i = OWN_KEYS ? passing(n, e) : own(e), j = OWN_KEYS ? own(e) : passing(n, e);
                 visible_gradient<true>(
                     call, at, tile.kind, P[n][e], dS[n][e], [&] { return statistic(lse); }, [&] { return statistic(delta); },
-                    OWN_KEYS ? passing(n, e) : own(e), OWN_KEYS ? own(e) : passing(n, e), p, ds);
+                    [&] { return OWN_KEYS ? (keeps >> (4 * n + e) & 1) != 0 : kept(call, at.s.b, at.h, i, j); }, i, j, p, ds);
                 P[n][e] = p;
                 dS[n][e] = ds;
             }
