@@ -58,6 +58,8 @@ MMA_FORWARD = {
 # The same of cupy_raw, whose widths reach further
 RAW_FORWARD = MMA_FORWARD | {192: ((64, 64), (64, 32)), 256: ((64, 64), (64, 32))}
 RAW_THREADS = 128  # of a forward block
+RAW_LOW = 64  # rows of one where taller ones would leave multiprocessors without any
+RAW_WORKED = 64  # keys of one at most where scores are more than products and a band: what that leaves of the registers
 RAW_MERGE = 640  # keys that a thread block could go through while parts are merged
 MMA_BACKWARD = {64: ((128, 128, 2), (64, 128, 2), (64, 64, 2), (64, 64, 1)), 128: ((64, 128, 2), (64, 64, 1))}
 RAW_BACKWARD = {
@@ -206,7 +208,7 @@ class Tiles:
         if self.family == SPLIT:
             lines.append("  float32 products on tensor cores, by six products of bfloat16 parts")
         if self.family == MMA and any(tile.where == REGISTERS for tile in self.resident):
-            lines.append("  products of 16-bit numbers on tensor cores, P and dS rounded to 16 bits, sums in float32")
+            lines.append("  16-bit products on tensor cores, P and dS rounded to 16 bits, sums in float32")
         if self.family == FEW:
             lines.append("  one row of K or V read for all query heads that share it")
         if self.family == FEW_MMA:
@@ -664,7 +666,10 @@ def _mma(problem: Problem, chip: Chip, direction: str, order: str) -> Tiles:
 
 
 def _raw_forward(problem: Problem, chip: Chip, order: str) -> Tiles:
-    """The fastest blocks of cupy_raw's forward pass that fit, or where none do, those of "simt"."""
+    """The fastest blocks of cupy_raw's forward pass that fit, or where none do, those of "simt".
+
+    As in :func:`_mma` two share a multiprocessor. Lower ones are faster where there are few.
+    """
     limit, to_d, to_dv = _available(problem, chip), mma_pitch(problem.d), mma_pitch(problem.dv)
 
     def tiles_of(br: int, bc: int) -> Tiles:
@@ -678,7 +683,13 @@ def _raw_forward(problem: Problem, chip: Chip, order: str) -> Tiles:
         )
         return Tiles(br, bc, resident, chip.name, limit, order, family=MMA, threads=RAW_THREADS)
 
-    plans = [tiles_of(*shape) for shape in RAW_FORWARD[max(to_d, to_dv)]]
+    options = (problem.bias, problem.softcap, problem.mask)
+    worked = problem.alibi or problem.dropout or any(option is not None for option in options)
+    shapes = [(br, bc) for br, bc in RAW_FORWARD[max(to_d, to_dv)] if not worked or bc <= RAW_WORKED]
+    if problem.sram is None and chip.processors:
+        few = problem.B * problem.Hq * -(-problem.Tq // shapes[0][0]) <= chip.processors
+        shapes.sort(key=lambda shape: few and shape[0] > RAW_LOW)
+    plans = [tiles_of(*shape) for shape in shapes]
     for room in (limit // 2, limit) if problem.sram is None else (limit,):
         for plan in plans:
             if plan.smem_bytes <= room:

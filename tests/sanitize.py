@@ -122,9 +122,13 @@ def cases():
     for dtype in ("float32", "float16"):
         packed = make(lead=(), Hq=4, Hkv=2, **odd, dtype=dtype, causal=True, sinks=normal(4))
         made[f"{dtype}, packed"] = replace(packed, cu_seqlens=starts)
+    wide = dict(B=1, Hq=2, Hkv=1, Tq=70, Tk=150, d=256, dv=192, causal=True)
+    made["float16, wide"] = make(**wide, dtype="float16")
+    made["bfloat16, long"] = make(**calls["long"], dtype="bfloat16")
     few = dict(Hq=8, B=3, d=64, dv=64, lengths=(300, 31, 150), causal=True)
     made["decode"] = decode(**few, page=0, dtype="bfloat16")
     made["decode, blocks"] = decode(**few, Tq=3, page=16, dtype="float16")
+    made["many rows, blocks"] = decode(**few, Tq=20, page=16, dtype="float16")
     made["decode, odd dimensions"] = decode(Tq=2, lengths=(9, 2), d=7)
     for name in PYTHON:
         made[f"numba_cuda, {name}"] = replace(made[name], options=made[name].options | {"backend": "numba_cuda"})

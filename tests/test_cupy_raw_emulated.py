@@ -259,7 +259,8 @@ def share_out(monkeypatch):
     """A device that shares the keys of every problem out, a block of them to each part; how often parts were merged."""
     monkeypatch.setattr(problem, "_MEMO", {})
     monkeypatch.setattr(hardware, "_gpu", lambda device: replace(hardware.CHIPS["sm_90"], processors=1000))
-    for name, value in {"PART_STEPS": 1, "PART_START": 0.0, "PART_MERGE": 0.0, "PART_GAIN": 1.0}.items():
+    values = {"PART_STEPS": 1, "PART_START": 0.0, "PART_MERGE": 0.0, "RAW_MERGE": 0.0, "PART_GAIN": 1.0}
+    for name, value in values.items():
         monkeypatch.setattr(tiling, name, value)
     merged = []
     run = launch.Launcher.run
@@ -328,10 +329,168 @@ def test_broken_parts_are_caught(old, new, device_by_name, monkeypatch):
         check(case, reference, backward=False)
 
 
+# ---- many rows of 16 bits --------------------------------------------------------------------------------------
+
+HALVES = "mma/fa2_forward.cu"
+HALF_DTYPES = ("float16", "bfloat16")
+
+
+@pytest.fixture
+def many_rows(monkeypatch):
+    """Few rows are the kernel's too; which files were compiled."""
+    monkeypatch.setattr(tiling, "few_mma_takes", lambda *of: False)
+    return noted_files(monkeypatch)
+
+
+def noted_files(monkeypatch):
+    files, whole = [], compile.source
+    monkeypatch.setattr(compile, "source", lambda name, preamble: files.append(name) or whole(name, preamble))
+    return files
+
+
+@pytest.mark.parametrize("name", AWKWARD)
+def test_awkward_calls_of_16_bits(name, device_by_name, many_rows, monkeypatch):
+    """All of them: every second one in parts."""
+    n = list(AWKWARD).index(name)
+    case, reference = awkward(name, HALF_DTYPES[n // 2 % 2])
+    if n % 2:
+        share_out(monkeypatch)
+    check(case, reference, small_on_device=n % 3 == 0, backward=False)
+    assert set(many_rows) <= {HALVES}
+
+
+WIDTHS = [(8, 8), (40, 72), (72, 40), (96, 96), (128, 128), (192, 128), (64, 256), (256, 64), (256, 256), (20, 33)]
+
+
+@pytest.mark.parametrize("d, dv", WIDTHS)
+@pytest.mark.parametrize("dtype", HALF_DTYPES)
+def test_widths_of_16_bits(d, dv, dtype, device_by_name, many_rows):
+    case = make(B=2, Hq=2, Hkv=1, Tq=150, Tk=200, d=d, dv=dv, dtype=dtype, causal=True, kv_lengths=[200, 130],
+                q_lengths=[150, 60])  # fmt: skip
+    check(case, case.reference(), backward=False)
+    assert many_rows == [HALVES]
+
+
+@pytest.mark.parametrize("view", ["sliced", "transposed", "reversed"])
+def test_rows_of_16_bits_anywhere(view, device_by_name, many_rows):
+    """Rows that do not start at multiples of 16 bytes come and go by their elements, and nothing beside them changes."""
+    case = make(B=1, Hq=2, Tq=70, Tk=90, d=24, dtype="float16")
+    reference = case.reference()
+    for name in ("q", "k", "v"):
+        setattr(case, name, restride(getattr(case, name), view))
+    room = emulator.to_device(np.full((1, 2, 70, 32), 7, case.q.dtype))
+    case.options["out"] = room[..., 1:25]
+    check(case, reference, backward=False)
+    assert (np.asarray(room).astype(np.float64) == 7).sum() == room.size - 70 * 2 * 24
+
+
+@pytest.mark.parametrize("d, kib, file", [
+    (64, 48, HALVES), (64, 32, HALVES), (64, 24, HALVES), (64, 16, HALVES), (64, 15, "fa2_forward.cu"),
+    (128, 64, HALVES), (128, 48, HALVES), (128, 32, HALVES), (128, 31, "fa2_forward.cu"),
+    (256, 99, HALVES), (256, 64, HALVES), (256, 63, "fa2_forward.cu"),
+])  # fmt: skip
+def test_blocks_of_16_bits_of_any_memory(d, kib, file, device_by_name, many_rows):
+    """Every shape of a block, and the kernel of multiply-adds where none fits."""
+    case = make(B=1, Hq=1, Tq=130, Tk=150, d=d, dtype="bfloat16", window=(100, 3))
+    check(case, case.reference(), backward=False, sram=kib << 10)
+    assert many_rows == [file]
+
+
+@pytest.mark.parametrize("name, options", {
+    "softcap": dict(softcap=2.0, causal=True),
+    "alibi": dict(alibi_slopes=[0.5, 0.01], window=(80, 20)),
+    "bias": dict(bias=normal(2, 2, 140, 150), q_lengths=[140, 77]),
+    "bias by row": dict(bias=normal(2, 1, 140, 1)),
+    "bias by key": dict(bias=normal(1, 2, 1, 150), kv_lengths=[150, 65]),
+    "mask": dict(mask=M.SlidingWindow(9, 9) | M.Prefix(40), causal=True),
+    "dropout": dict(dropout=0.4, seed=11, sinks=np.array([0.5, -np.inf], np.float32)),
+    "a scale that only scores can have": dict(scale=-0.8),
+    "everything": dict(softcap=3.0, alibi_slopes=[0.5, 0.01], bias=normal(1, 2, 140, 150), dropout=0.2, seed=3,
+                       mask=M.SlidingWindow(60, 9), causal=True, q_offset=[3, -5]),
+}.items())  # fmt: skip
+@pytest.mark.parametrize("d", [64, 128])
+def test_options_of_16_bits(name, options, d, device_by_name, many_rows, monkeypatch):
+    dtype = HALF_DTYPES[(len(name) + d // 64) % 2]
+    case = make(B=2, Hq=2, Hkv=1, Tq=140, Tk=150, d=d, dtype=dtype, **options)
+    reference = case.reference()
+    check(case, reference, backward=False)
+    share_out(monkeypatch)
+    check(case, reference, backward=False)
+    assert set(many_rows) == {HALVES}
+
+
+def test_maxima_that_grow_in_16_bits(device_by_name, many_rows):
+    """By less than what is followed lazily, and by more; some rows of a warp only."""
+    case = make(B=1, Hq=1, Tq=64, Tk=640, d=64, dtype="float16")
+    case.k *= np.linspace(0.25, 8, 640, dtype=np.float16)[::-1, None]
+    case.q[:, :, ::3] *= 4
+    check(case, case.reference(), backward=False)
+
+
+@FEW
+@given(case=problems(dtypes=HALF_DTYPES, algorithms=("fa2",), max_head_dim=40) | varlen_problems(dtypes=HALF_DTYPES, algorithms=("fa2",)))
+def test_drawn_problems_of_16_bits(device_of_module, case):
+    reference = case.reference()
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(tiling, "few_mma_takes", lambda *of: False)
+        if case.how["seed"] % 2:
+            share_out(monkeypatch)
+        check(case, reference, small_on_device=case.how["seed"] % 3 == 1, backward=False)
+
+
+HALVES_BROKEN = {
+    "O is not rescaled": ("O[r / 2][n][r % 2 * 2] *= alpha;", ";"),
+    "m is not followed": ("if (__any_sync(WARP, grows))", "if (grows)"),
+    "V is not awaited": ("await_groups<0>();\n        __syncthreads();  // V_j", "__syncthreads();  // V_j"),
+    "the band is one key wide of the mark": ("call.band_upper + 1 - j_low", "call.band_upper + 2 - j_low"),
+    "keys behind the last are seen": ("bool hidden = x >= keys;", "bool hidden = false;"),
+    "pieces are not where they are read": ("(at ^ (x / 16 % 4 * 32))", "(at + x / 16 % 4 * 32)"),
+    "a warp stays away from a barrier": (
+        "        __syncthreads();  // V_j is there", "        if (threadIdx.x >= 32) __syncthreads();  // V_j is there"),
+    "rows are loaded behind the tile": ("n < ROWS; n += ROWS_AT_ONCE", "n < ROWS + 32; n += ROWS_AT_ONCE"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("how", HALVES_BROKEN)
+def test_broken_kernels_of_16_bits_are_caught(how, device_by_name, many_rows, monkeypatch):
+    old, new = HALVES_BROKEN[how]
+    whole = compile.source
+    case = make(B=1, Hq=1, Tq=140, Tk=210, d=24, dtype="float16", window=(60, 3))
+    case.k *= np.linspace(0.25, 8, 210, dtype=np.float16)[::-1, None]
+    reference = case.reference()
+    check(case, reference, backward=False)
+    assert many_rows == [HALVES] and old in whole(HALVES, "")
+    emulator.install(monkeypatch, backwards=True)
+    monkeypatch.setattr(compile, "source", lambda name, preamble: whole(name, preamble).replace(old, new))
+    with pytest.raises(AssertionError):
+        check(case, reference, backward=False)
+
+
+@pytest.mark.parametrize("old, new", [
+    ("exponential(*of_part(call, call.m, at, part, i) - shift)", "1.0f"),
+    ("if (work.part < parts - 1)", "if (work.part < parts)"),
+    ("j_low += work.part * call.part_keys", "j_low += 0"),
+    ("+ part * rows_of_part(call);", "+ 0 * rows_of_part(call);"),
+    ("PRODUCTS ? m[r] * LN2 : m[r]", "m[r]"),
+])  # fmt: skip
+def test_broken_parts_of_16_bits_are_caught(old, new, device_by_name, many_rows, monkeypatch):
+    case = make(B=1, Hq=2, Tq=128, Tk=384, d=24, dtype="float16", window=(127, 0), q_offset=190)
+    case.q *= 3
+    reference = case.reference()
+    whole = compile.source
+    merged = share_out(monkeypatch)
+    check(case, reference, backward=False)
+    assert merged and many_rows == [HALVES] and old in whole(HALVES, "")
+    monkeypatch.setattr(problem, "_MEMO", {})
+    monkeypatch.setattr(compile, "source", lambda name, preamble: whole(name, preamble).replace(old, new))
+    with pytest.raises(AssertionError):
+        check(case, reference, backward=False)
+
+
 # ---- gradients of 16 bits on tensor cores ------------------------------------------------------------------------
 
 TWO_TILES = dict(B=2, Hq=4, Hkv=2, Tq=140, Tk=150)
-HALVES = {
+GRADIENTS = {
     "plain": TWO_TILES | dict(d=64),
     "causal": TWO_TILES | dict(d=128, causal=True),
     "causal, more keys than rows": dict(B=2, Hq=4, Hkv=2, Tq=50, Tk=260, d=64, causal=True),
@@ -362,7 +521,6 @@ HALVES = {
         B=1, Hq=2, Hkv=1, Tq=70, Tk=90, d=200, dv=144, causal=True, mask=M.PrefixLM(9) | M.SlidingWindow(20, 0),
         bias=normal(2, 70, 90), softcap=8.0, dropout=0.2),
 }  # fmt: skip
-HALF = ("float16", "bfloat16")
 
 
 def raw_plans(monkeypatch, *shape):
@@ -386,22 +544,22 @@ def check_gradients(host, reference, monkeypatch, **options):
     return gradients
 
 
-@pytest.mark.parametrize("name", HALVES)
+@pytest.mark.parametrize("name", GRADIENTS)
 def test_gradients_of_halves(name, device_by_name, monkeypatch):
     """As planned and in small tiles, of which there are then many; one or two of Q and dO on chip."""
-    n = list(HALVES).index(name)
-    case = make(dtype=HALF[n % 2], **HALVES[name])
+    n = list(GRADIENTS).index(name)
+    case = make(dtype=HALF_DTYPES[n % 2], **GRADIENTS[name])
     reference = case.reference()
     for shape in ((), ((32, 32, 1), (64, 64, 1), (64, 64, 2))[n % 3]):
         raw_plans(monkeypatch, *shape)
         check_gradients(case, reference, monkeypatch, small_on_device=n % 3 == 0)
 
 
-@pytest.mark.parametrize("name", HALVES)
+@pytest.mark.parametrize("name", GRADIENTS)
 def test_gradients_of_halves_without_atomics(name, device_by_name, monkeypatch):
     """A pass for dK and dV and one for dQ; the same bits when it is done again."""
-    n = list(HALVES).index(name)
-    case = make(dtype=HALF[(n + 1) % 2], **HALVES[name])
+    n = list(GRADIENTS).index(name)
+    case = make(dtype=HALF_DTYPES[(n + 1) % 2], **GRADIENTS[name])
     reference, results = case.reference(), []
     for _ in range(2):
         raw_plans(monkeypatch, *((), (32, 32, 1), (64, 64, 1))[n % 3])
@@ -478,7 +636,7 @@ def test_broken_gradients_of_halves_are_caught(how, device_by_name, monkeypatch)
 
 @FEW
 @given(
-    case=problems(algorithms=("fa2",), dtypes=HALF, max_head_dim=40) | varlen_problems(algorithms=("fa2",), dtypes=HALF)
+    case=problems(algorithms=("fa2",), dtypes=HALF_DTYPES, max_head_dim=40) | varlen_problems(algorithms=("fa2",), dtypes=HALF_DTYPES)
 )
 def test_drawn_gradients_of_halves(device_of_module, case):
     with pytest.MonkeyPatch.context() as monkeypatch:

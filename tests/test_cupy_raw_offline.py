@@ -11,6 +11,7 @@ What is compiled (:func:`cases`); all of every option, dtype and architecture wo
 * on sm_90a the common calls: every dtype, d = 64 and 128, plain (fa1, fa2) and causal (fa2);
 * on sm_90a: every dtype with every option at once, and deterministic; packed sequences; other head dimensions;
 * on sm_75 and sm_80: other dtypes, and every option at once;
+* of the forward pass of 16 bits: d = 64 on every architecture from sm_80 on; every width of a tile; each option;
 * on sm_80 and later: gradients of 16 bits, plain and causal, d = 64 and 128, and wide ones.
 
 The static assertions of the float32 and float64 kernels are compiled for every kind of head dimension, without
@@ -51,7 +52,7 @@ KERNELS = ("fa1_forward", "fa1_backward", "fa2_forward", "fa2_backward")
 FA2 = KERNELS[2:]
 APPEND = "append_kv"
 DECODE = "decode"  # one query over T keys; in 16 bits fa2_few_rows.cu
-COMMON = ("plain", "causal", "paged")
+COMMON = ("plain", "causal", "paged", "few heads")
 USED = ("registers", "stack", "spill_stores", "spill_loads", "shared")  # of compile.usage
 LAUNCHED = ("threads", "dynamic_shared")  # 0, 0: the call does not launch this kernel of the file
 COLUMNS = (*USED, *LAUNCHED)
@@ -167,6 +168,12 @@ OPTIONS = {
         mask=M.Segments(IDS, IDS) | M.PrefixLM(9) & M.Dense(np.ones((1, HQ, 1, T), bool)),
     ),  # and arrays: bias, sinks, dlse
     "packed": dict(causal=True),
+    "softcap": dict(softcap=20.0),
+    "alibi": dict(causal=True, alibi_slopes=[0.5, 0.25, 0.1, 0.0]),
+    "dropout": dict(dropout=0.1),
+    "mask": dict(mask=M.Segments(IDS, IDS)),
+    "bias": {},  # and an array for it
+    "few heads": {},  # in 16 bits blocks of other heights
     "deterministic": dict(deterministic=True),
     "paged": {},  # decode: caches in blocks of 16
     "17 rows": {},  # decode: of queries that share a head of keys, more than one product has
@@ -210,9 +217,18 @@ def cases():
     found += on("sm_90a", [DECODE], ["float16"], [20, 64, 128, 256], ["plain", "paged", "17 rows"])
     found += on("sm_90a", [DECODE], ["float32"], [64], ["paged"])
     for arch in ARCHITECTURES[1:]:
+        found += on(arch, ["fa2_forward"], ["bfloat16"], [64], ["plain", "causal"])
+    found += on("sm_80", ["fa2_forward"], ["bfloat16", "float16"], [64, 128], ["plain", "causal"])
+    found += on("sm_90a", ["fa2_forward"], ["float16"], [96, 192, 256], ["causal"])
+    found += on("sm_80", ["fa2_forward"], ["float16"], [64, 128], ["few heads"])
+    found += on("sm_90a", ["fa2_forward"], ["float16"], [64, 128], ["few heads"])
+    found += on("sm_90a", ["fa2_forward"], ["bfloat16"], [64, 128], ["softcap", "alibi", "dropout", "mask", "bias"])
+    for arch in ARCHITECTURES[1:]:
         found += on(arch, ["fa2_backward"], ["bfloat16"], [64, 128], ["plain", "causal"])
         found += on(arch, ["fa2_backward"], ["float16"], [256], ["plain"])
     found += on("sm_90a", ["fa2_backward"], ["bfloat16"], [128], ["packed", "everything", "deterministic"])
+    found += on("sm_80", ["fa2_backward"], ["bfloat16"], [64, 128], ["few heads"])
+    found += on("sm_90a", ["fa2_backward"], ["bfloat16"], [64, 128], ["few heads"])
     for arch in ("sm_75", "sm_80"):
         found += on(arch, FA2, ["float16", "float64"], [128], ["plain"])
         found += on(arch, FA2, ["float32"], [64], ["everything"])
@@ -227,7 +243,8 @@ def programs(case):
     """What a call would load, by way of the public functions."""
     dtype, packed = DTYPES[case.dtype], case.options == "packed"
     statistic = np.float64 if case.dtype == "float64" else np.float32
-    lead = () if packed else (B,)
+    halves = case.kernel in FA2 and case.dtype in ("float16", "bfloat16")
+    lead = () if packed else (16 * B,) if halves and case.options != "few heads" else (B,)
     q, k, v = (Array((*lead, heads, T, case.d), dtype) for heads in (HQ, HKV, HKV))
     options = dict(OPTIONS[case.options])
     if case.kernel in KERNELS:
@@ -236,8 +253,10 @@ def programs(case):
     everything = case.options == "everything"
     if case.kernel == DECODE:
         q = Array((B, 17 * HKV if case.options == "17 rows" else HQ, 1, case.d), dtype)
+    if everything or case.options == "bias":
+        options |= dict(bias=Array((HQ, T, T), dtype))
     if everything:
-        options |= dict(bias=Array((HQ, T, T), dtype), sinks=Array((HQ,), dtype))
+        options |= dict(sinks=Array((HQ,), dtype))
     device = Device(case.arch)
     with device.current():
         if case.kernel == APPEND:
@@ -326,7 +345,7 @@ WHOLE_KERNEL = re.compile(r'^extern "C" __global__.*?^\}$', re.DOTALL | re.MULTI
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_90a"])
-@pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", "float64", "float16"])
 def test_plans_of_every_head_dimension_are_what_kernels_expect(arch, dtype):
     """Their static assertions: compiled without the kernels, which takes no time, for each size of shared memory."""
     pytest.importorskip("cupy")
@@ -441,6 +460,25 @@ def test_gradients_of_16_bits_run_on_tensor_cores(d, arch, tmp_path):
     additions = sum(count for name, count in found.items() if name.startswith("RED"))
     assert additions == br // 16 * pieces // warps * (1 if int(re.search(r"\d+", arch)[0]) >= 90 else 4)
     assert not found.keys() & {"LDL", "STL"}
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES[1:])
+@pytest.mark.parametrize("d", [64, 128])
+def test_many_rows_of_16_bits_run_on_tensor_cores(arch, d, tmp_path):
+    """A warp's tile takes a product for each 16 rows, 8 keys and 16 numbers of d, and as many of P V; and its operands come
+    four registers at a time, by copies that pass by the registers. Nothing goes to memory in between."""
+    pytest.importorskip("cupy")
+    tool, file = disassembler(), tmp_path / "kernel.cubin"
+    (program,) = programs(Case(arch, "fa2_forward", "bfloat16", d, "plain"))
+    assert program.file == "mma/fa2_forward.cu"
+    file.write_bytes(compiler.compile_log(program.text, program.arch)[0])
+    code = subprocess.run([tool, "-c", file], capture_output=True, text=True, check=True, timeout=120).stdout
+    found = Counter(re.findall(r"\b(HMMA|LDSM|LDGSTS|LDL|STL)\b", code))
+    br, bc = (int(re.search(rf"\b{name} = (\d+);", program.text)[1]) for name in ("BR", "BC"))
+    assert found["HMMA"] == 2 * (br // 64) * (bc // 8) * (d // 16)
+    assert found["LDSM"] == br // 64 * (d // 16) + 2 * (bc // 16) * (d // 16)
+    assert found["LDGSTS"] >= (br + 2 * bc) // 16 * (d // 64)
+    assert not found["LDL"] and not found["STL"]
 
 
 @pytest.mark.parametrize("arch, dtype", [("sm_75", "float32"), ("sm_90a", "float32"), ("sm_90a", "float64")])

@@ -22,6 +22,7 @@ constexpr int COLUMNS_D = line_columns(D), COLUMNS_V = line_columns(DV);
 constexpr int O_COLUMNS = most_of(COLUMNS_D, COLUMNS_V);
 constexpr int K_AT = BR * O_COLUMNS * 2, V_AT = K_AT + BC * COLUMNS_D * 2;  // bytes from the start of Q
 constexpr bool KEEP_Q = MT == 1 && D <= 128;  // in registers, where there are enough
+constexpr int STEPS = __CUDA_ARCH__ >= 1000 ? 4 : 16;  // of Q K^T side by side: more are in registers at once than some compilers have
 constexpr int FAR = 1 << 30;  // beyond all rows and keys of a call that this kernel takes
 static_assert(BR == 16 * WARPS * MT && BC % 32 == 0, "whole pieces");
 static_assert(V_AT + BC * COLUMNS_V * 2 == TILE_BYTES, "the plan's tiles");
@@ -83,7 +84,7 @@ __device__ __forceinline__ void products(float (&S)[MT][NS][4], const unsigned (
 #pragma unroll
             for (int e = 0; e < 4; e++)
                 S[m][n][e] = 0;
-#pragma unroll
+#pragma unroll STEPS
     for (int s = 0; s < depth_columns(D) / 16; s++) {
         unsigned A[MT][4];
         if constexpr (KEEP_Q) {
