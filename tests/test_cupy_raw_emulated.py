@@ -636,7 +636,8 @@ def test_broken_gradients_of_halves_are_caught(how, device_by_name, monkeypatch)
 
 @FEW
 @given(
-    case=problems(algorithms=("fa2",), dtypes=HALF_DTYPES, max_head_dim=40) | varlen_problems(algorithms=("fa2",), dtypes=HALF_DTYPES)
+    case=problems(algorithms=("fa2",), dtypes=HALF_DTYPES, max_head_dim=40)
+    | varlen_problems(algorithms=("fa2",), dtypes=HALF_DTYPES)
 )
 def test_drawn_gradients_of_halves(device_of_module, case):
     with pytest.MonkeyPatch.context() as monkeypatch:
