@@ -690,7 +690,7 @@ def _flash(problem: Problem, chip: Chip, direction: str, order: str | None, bloc
         chip, family = replace(chip, family=SIMT), SIMT
     if family in PIECES:
         return _pieces(problem, chip, direction, order)
-    if family == MMA and blocks is None:
+    if family == MMA and chip.family == TENSOR and blocks is None:
         return _raw_forward(problem, chip, order) if direction == "forward" else _raw_backward(problem, chip)
 
     def tiles_of(outer: int, inner: int, limit: int) -> Tiles:

@@ -48,7 +48,6 @@ template <class T> inline T __ldg(const T* p) { return *p; }
 template <class T> inline T __ldcg(const T* p) { return *p; }
 inline long long in_register(long long x) { return x; }
 inline unsigned once_more(unsigned x) { return x; }
-inline unsigned block_index_again() { return blockIdx.x; }
 inline unsigned count_and_see(unsigned* p, unsigned most) { const unsigned x = *p; *p = x >= most ? 0 : x + 1; return x; }
 template <class T, class X> inline T atomicAdd(T* p, X x) { const T old = *p; *p += x; return old; }
 inline float2 atomicAdd(float2* p, float2 x) { const float2 old = *p; p->x += x.x, p->y += x.y; return old; }

@@ -109,6 +109,14 @@ def cases():
         calls[f"{dtype}, everything"] = everything | dict(dtype=dtype)
         calls[f"{dtype}, tall"] = tall | dict(dtype=dtype, causal=True)
         calls[f"{dtype}, tall, deterministic"] = tall | dict(dtype=dtype, d=72, deterministic=True)
+    # Tensor cores in 16 bits: more columns than a warp sums, rows that are no whole vectors, whole tiles under a mask
+    wide = tall | dict(d=200, dv=136, dtype="float16", causal=True)
+    calls["float16, wide"] = wide
+    calls["float16, wide, deterministic"] = wide | dict(deterministic=True)
+    calls["bfloat16, odd dimensions"] = tall | dict(d=7, dv=131, dtype="bfloat16", window=(70, 20))
+    segments = M.Segments(np.arange(200) // 150, np.arange(230) // 150)
+    calls["bfloat16, segments"] = tall | dict(dtype="bfloat16", mask=segments)
+    calls["bfloat16, segments, deterministic"] = calls["bfloat16, segments"] | dict(deterministic=True)
     made = {name: make(**call) for name, call in calls.items()}
     starts = np.array([0, 13, 13, 31], np.int32), np.array([2, 20, 30, Tk], np.int32)  # rows of no sequence, too
     for dtype in ("float32", "float16"):

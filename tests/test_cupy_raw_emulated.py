@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from strategies import DTYPES, decode_problems, problems, restride, varlen_problems
 from test_decode import ENTRIES, check_entries
 from test_decode import make as decode
-from test_forward import AWKWARD, awkward, make, normal
+from test_forward import AWKWARD, awkward, half_hidden, half_visible, make, normal
 from tolerances import assert_close
 
 import rawflash as rf
@@ -486,6 +486,165 @@ def test_broken_parts_of_16_bits_are_caught(old, new, device_by_name, many_rows,
     monkeypatch.setattr(compile, "source", lambda name, preamble: whole(name, preamble).replace(old, new))
     with pytest.raises(AssertionError):
         check(case, reference, backward=False)
+
+
+# ---- gradients of 16 bits on tensor cores ------------------------------------------------------------------------
+
+TWO_TILES = dict(B=2, Hq=2, Hkv=1, Tq=70, Tk=140)
+GRADIENTS = {
+    "plain": TWO_TILES | dict(d=64),
+    "causal": TWO_TILES | dict(d=128, causal=True),
+    "causal, more rows than keys": dict(B=1, Hq=1, Tq=200, Tk=70, d=64, causal=True),
+    "heads": dict(B=2, Hq=6, Hkv=2, Tq=40, Tk=50, d=24),
+    "offsets": TWO_TILES | dict(d=40, causal=True, q_offset=np.array([-31, 77])),
+    "window": TWO_TILES | dict(d=64, window=(60, 10), q_offset=np.array([-31, 77])),
+    "lengths": TWO_TILES | dict(d=72, dv=96, causal=True, q_lengths=[70, 33], kv_lengths=[20, 140]),
+    "widths of 8": TWO_TILES | dict(d=8, dv=200),
+    "unaligned": TWO_TILES | dict(d=33, dv=7, causal=True),
+    "wide": dict(B=1, Hq=2, Hkv=1, Tq=80, Tk=150, d=256, causal=True),
+    "wide, unaligned": dict(B=1, Hq=2, Hkv=1, Tq=80, Tk=70, d=131, dv=250),
+    "a third of two warps": dict(B=1, Hq=1, Tq=40, Tk=70, d=144, dv=176),
+    "one number": dict(B=1, Hq=1, Tq=70, d=1, causal=True),
+    "bias": TWO_TILES | dict(d=64, bias=half_hidden(2, 70, 140)),
+    "bias by key": TWO_TILES | dict(d=24, bias=normal(2, 1, 1, 140), q_lengths=[70, 33]),
+    "mask": TWO_TILES | dict(d=64, mask=half_visible(2, 2, 70, 140)),
+    "mask object": TWO_TILES | dict(d=64, mask=M.Segments(np.arange(70) // 64, np.arange(140) // 128), causal=True),
+    "softcap": TWO_TILES | dict(d=128, softcap=2.0),
+    "alibi": TWO_TILES | dict(d=64, alibi_slopes=np.array([0.5, 0.1])),
+    "dropout": TWO_TILES | dict(d=64, dropout=0.3, seed=2**64 - 5),
+    "sinks": TWO_TILES | dict(d=64, sinks=normal(2), causal=True, q_offset=-20),
+    "a large scale": TWO_TILES | dict(d=16, scale=1.5),
+    "a negative scale": TWO_TILES | dict(d=64, scale=-0.3, causal=True),
+    "everything": TWO_TILES | dict(
+        d=40, dv=72, causal=True, window=(90, None), q_lengths=[70, 20], kv_lengths=[140, 30],
+        mask=half_visible(2, 2, 70, 140), bias=normal(2, 70, 140), alibi_slopes=np.full(2, 0.02), softcap=8.0,
+        sinks=normal(2), dropout=0.2),
+    "everything, wide": dict(
+        B=1, Hq=2, Hkv=1, Tq=70, Tk=90, d=200, dv=144, causal=True, mask=M.PrefixLM(9) | M.SlidingWindow(20, 0),
+        bias=normal(2, 70, 90), softcap=8.0, dropout=0.2),
+}  # fmt: skip
+
+
+def raw_plans(monkeypatch, *shape):
+    """Tiles of the 16-bit backward pass: rows, keys, stages; none: as planned."""
+    monkeypatch.setattr(problem, "_MEMO", {})
+    if shape:
+        monkeypatch.setattr(tiling, "RAW_BACKWARD", dict.fromkeys(tiling.RAW_BACKWARD, (shape,)))
+
+
+def check_gradients(host, reference, monkeypatch, **options):
+    """Of the kernels of mma/fa2_backward.cu, from numpy_tiled's out and lse; those are returned."""
+    files, source = [], compile.source
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compile, "source", lambda name, text: files.append(name) or source(name, text))
+        out, lse = (emulator.to_device(x) for x in host.forward(backend="numpy_tiled"))
+        case = on_device(host, options.pop("small_on_device", False))
+        gradients = case.backward(out, lse, **options)
+    assert "mma/fa2_backward.cu" in files
+    for name, gradient in zip(case.wrt, gradients, strict=True):
+        assert_close("d" + name, np.asarray(gradient), reference)
+    return gradients
+
+
+@pytest.mark.parametrize("name", GRADIENTS)
+def test_gradients_of_halves(name, device_by_name, monkeypatch):
+    """As planned and in small tiles, of which there are then many; one or two of Q and dO on chip."""
+    n = list(GRADIENTS).index(name)
+    case = make(dtype=HALF_DTYPES[n % 2], **GRADIENTS[name])
+    reference = case.reference()
+    for shape in ((), ((32, 32, 1), (64, 64, 1), (64, 64, 2))[n % 3]):
+        raw_plans(monkeypatch, *shape)
+        check_gradients(case, reference, monkeypatch, small_on_device=n % 3 == 0)
+
+
+@pytest.mark.parametrize("name", GRADIENTS)
+def test_gradients_of_halves_without_atomics(name, device_by_name, monkeypatch):
+    """A pass for dK and dV and one for dQ; the same bits when it is done again."""
+    n = list(GRADIENTS).index(name)
+    case = make(dtype=HALF_DTYPES[(n + 1) % 2], **GRADIENTS[name])
+    reference, results = case.reference(), []
+    for _ in range(2):
+        raw_plans(monkeypatch, *((), (32, 32, 1), (64, 64, 1))[n % 3])
+        results.append(check_gradients(case, reference, monkeypatch, deterministic=True))
+    for one, other in zip(*results, strict=True):
+        assert np.asarray(one).tobytes() == np.asarray(other).tobytes()
+
+
+@pytest.mark.parametrize("shape", [(128, 128, 2), (64, 128, 2), (64, 64, 1), (32, 32, 1)])
+def test_orders_of_threads_of_halves(device, shape, monkeypatch):
+    case = make(B=1, Hq=2, Hkv=1, Tq=100, Tk=140, d=40, dtype="float16", causal=True)
+    raw_plans(monkeypatch, *shape)
+    check_gradients(case, case.reference(), monkeypatch)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("d", [24, 160])
+def test_packed_sequences_of_halves(device, d, deterministic, monkeypatch):
+    """Sequences of no rows or no keys, rows of none, and such as share sixteen rows of the arrays."""
+    case = make(lead=(), Hq=2, Hkv=1, Tq=90, Tk=110, d=d, dtype="bfloat16", causal=True, sinks=normal(2))
+    case.cu_seqlens = ([2, 13, 13, 20, 70, 71, 80], [1, 10, 20, 20, 70, 100, 101])
+    raw_plans(monkeypatch, 32, 32, 1)
+    check_gradients(case, case.reference(), monkeypatch, deterministic=deterministic)
+
+
+def test_gradients_of_halves_are_given_where_memory_was_nan(device, monkeypatch):
+    """Padding in the middle of a tile is not read, and its gradients are 0; a NaN that is seen stays in its rows."""
+    case = make(B=1, Hq=1, Tq=40, Tk=50, d=24, dtype="float16", q_lengths=[30], kv_lengths=[41])
+    case.q[:, :, 30:], case.dout[:, :, 30:], case.k[:, :, 41:], case.v[:, :, 41:] = (np.nan,) * 4
+    case.dlse[:, :, 30:] = np.nan
+    reference = case.reference()
+    for gradient, rows in zip(check_gradients(case, reference, monkeypatch), (30, 41, 41), strict=True):
+        assert np.isfinite(gradient).all() and not np.asarray(gradient)[:, :, rows:].any()
+    causal = make(B=1, Hq=1, Tq=40, d=24, dtype="float16", causal=True)
+    out, lse = (emulator.to_device(x) for x in causal.forward(backend="numpy_tiled"))
+    causal.dout[:, :, 20] = np.nan
+    dq, dk, dv = (np.asarray(x) for x in on_device(causal).backward(out, lse))
+    for gradient, bad in ((dq, slice(20, 21)), (dk, slice(0, 21)), (dv, slice(0, 21))):
+        assert (np.isnan(gradient).any(axis=(0, 1, 3)) == np.isin(np.arange(40), np.arange(40)[bad])).all()
+
+
+BROKEN_HALVES = {
+    "lse is that of the step before": ("* (2 * BR) + threadIdx.x] =", "* 0 + threadIdx.x] ="),
+    "dS lies one key on": ("lane_g();\n#pragma", "(lane_g() ^ 1);\n#pragma"),
+    "P is not hidden": ("S[n][e] = -INFINITE;", ";"),
+    "dS is not there when it is read": ("__syncthreads();  // dS is there, and no thread reads Q_i", "//"),
+    "rows come before they have landed": (
+        "await_groups<0>();\n        __syncthreads();  // Q_i", "__syncthreads();  // Q_i"),
+    "the band is one row wide of the mark": ("- call.band_upper - i_low,", "- call.band_upper - i_low - 1,"),
+    "pieces of two heads are one": ("(slot * call.Hq + h) * each", "(slot * call.Hq) * each"),
+    "two columns of dQ are exchanged": ("X[2 * t] = half ? x[t].z : x[t].x", "X[2 * t] = half ? x[t].w : x[t].y"),
+    "the second half of dQ's columns is the first": ("part_of_warp() * Part<N>::COLUMNS, n)", "0, n)"),
+    "delta is left out": ("(dP[n][2 * half] - d.x)", "(dP[n][2 * half])"),
+    "a head of the group is left out": ("r.h_end = h_first + group;", "r.h_end = h_first + group - 1;"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("how", BROKEN_HALVES)
+def test_broken_gradients_of_halves_are_caught(how, device_by_name, monkeypatch):
+    old, new = BROKEN_HALVES[how]
+    d = 136 if how.startswith("the second half") else 40
+    case = make(B=1, Hq=2, Hkv=1, Tq=100, d=d, dtype="float16", causal=True)
+    case.v[:, :, 80] = 3e4  # a hidden dP that is large
+    reference, whole = case.reference(), compile.source
+    raw_plans(monkeypatch, 32, 32, 1)
+    check_gradients(case, reference, monkeypatch)
+    raw_plans(monkeypatch, 64, 64, 2 if d == 40 else 1)
+    assert old in whole("mma/fa2_backward.cu", "")
+    monkeypatch.setattr(compile, "source", lambda name, preamble: whole(name, preamble).replace(old, new))
+    emulator.install(monkeypatch, backwards=True)
+    with pytest.raises(AssertionError):
+        check_gradients(case, reference, monkeypatch)
+
+
+@FEW
+@given(
+    case=problems(algorithms=("fa2",), dtypes=HALF_DTYPES, max_head_dim=40)
+    | varlen_problems(algorithms=("fa2",), dtypes=HALF_DTYPES)
+)
+def test_drawn_gradients_of_halves(device_of_module, case):
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        raw_plans(monkeypatch, 32, 32, 1)
+        check(case, case.reference(), small_on_device=case.how["seed"] % 2 == 1)
 
 
 # ---- few rows of 16 bits ---------------------------------------------------------------------------------------

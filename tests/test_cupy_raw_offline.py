@@ -11,7 +11,8 @@ What is compiled (:func:`cases`); all of every option, dtype and architecture wo
 * on sm_90a the common calls: every dtype, d = 64 and 128, plain (fa1, fa2) and causal (fa2);
 * on sm_90a: every dtype with every option at once, and deterministic; packed sequences; other head dimensions;
 * on sm_75 and sm_80: other dtypes, and every option at once;
-* of the forward pass of 16 bits: d = 64 on every architecture from sm_80 on; every width of a tile; each option.
+* of the forward pass of 16 bits: d = 64 on every architecture from sm_80 on; every width of a tile; each option;
+* on sm_80 and later: gradients of 16 bits, plain and causal, d = 64 and 128, and wide ones.
 
 The static assertions of the float32 and float64 kernels are compiled for every kind of head dimension, without
 the kernels.
@@ -224,6 +225,12 @@ def cases():
     found += on("sm_80", ["fa2_forward"], ["float16"], [64, 128], ["few heads"])
     found += on("sm_90a", ["fa2_forward"], ["float16"], [64, 128], ["few heads"])
     found += on("sm_90a", ["fa2_forward"], ["bfloat16"], [64, 128], ["softcap", "alibi", "dropout", "mask", "bias"])
+    for arch in ARCHITECTURES[1:]:
+        found += on(arch, ["fa2_backward"], ["bfloat16"], [64, 128], ["plain", "causal"])
+        found += on(arch, ["fa2_backward"], ["float16"], [256], ["plain"])
+    found += on("sm_90a", ["fa2_backward"], ["bfloat16"], [128], ["packed", "everything", "deterministic"])
+    found += on("sm_80", ["fa2_backward"], ["bfloat16"], [64, 128], ["few heads"])
+    found += on("sm_90a", ["fa2_backward"], ["bfloat16"], [64, 128], ["few heads"])
     for arch in ("sm_75", "sm_80"):
         found += on(arch, FA2, ["float16", "float64"], [128], ["plain"])
         found += on(arch, FA2, ["float32"], [64], ["everything"])
@@ -238,7 +245,7 @@ def programs(case):
     """What a call would load, by way of the public functions."""
     dtype, packed = DTYPES[case.dtype], case.options == "packed"
     statistic = np.float64 if case.dtype == "float64" else np.float32
-    halves = case.kernel == "fa2_forward" and case.dtype in ("float16", "bfloat16")
+    halves = case.kernel in FA2 and case.dtype in ("float16", "bfloat16")
     lead = () if packed else (16 * B,) if halves and case.options != "few heads" else (B,)
     q, k, v = (Array((*lead, heads, T, case.d), dtype) for heads in (HQ, HKV, HKV))
     options = dict(OPTIONS[case.options])
@@ -428,6 +435,33 @@ def test_few_rows_of_16_bits_run_on_tensor_cores(arch, tmp_path):
     code = subprocess.run([tool, "-c", file], capture_output=True, text=True, check=True, timeout=120).stdout
     found = Counter(re.findall(r"\b(HMMA|LDGSTS)\b", code))
     assert found["HMMA"] == 2 * 4 * 2 + 16 and found["LDGSTS"] >= 16
+
+
+def instructions(program, kernel, tmp_path):
+    """How often each instruction stands in a kernel, without its modifiers."""
+    file = tmp_path / "kernel.cubin"
+    file.write_bytes(compiler.compile_log(program.text, program.arch)[0])
+    code = subprocess.run([disassembler(), "-c", file], capture_output=True, text=True, check=True, timeout=120).stdout
+    (body,) = re.findall(rf"^\.text\.{kernel}:$(.*?)(?=^\.text|\Z)", code, re.DOTALL | re.MULTILINE)
+    return Counter(re.findall(r"^\s*/\*\w+\*/\s+(?:@!?U?P\w+ )?([A-Z][A-Z0-9]+)", body, re.MULTILINE))
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES[1:])
+@pytest.mark.parametrize("d", [64, 128])
+def test_gradients_of_16_bits_run_on_tensor_cores(d, arch, tmp_path):
+    """A warp has sixteen keys, 64 rows of Q at a time, for four products; in dQ it has its share of all rows and keys.
+    The sums of dQ go to memory sixteen bytes at a time where the hardware can."""
+    pytest.importorskip("cupy")
+    program, side = programs(Case(arch, "fa2_backward", "bfloat16", d, "causal"))
+    assert (program.file, side.file) == ("mma/fa2_backward.cu", "side_gradients.cu")
+    found = instructions(program, "fa2_backward_keys", tmp_path)
+    warps, br = program.launched["fa2_backward_keys"][0] // 32, int(re.search(r"int BR = (\d+);", program.text)[1])
+    pieces = d // 8  # of 16 x 8 numbers, in sixteen rows
+    assert found["HMMA"] == (4 * 64 + br) // 16 * pieces
+    assert found["LDSM"] <= 0.6 * found["HMMA"]
+    additions = sum(count for name, count in found.items() if name.startswith("RED"))
+    assert additions == br // 16 * pieces // warps * (1 if int(re.search(r"\d+", arch)[0]) >= 90 else 4)
+    assert not found.keys() & {"LDL", "STL"}
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES[1:])

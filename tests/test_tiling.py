@@ -259,19 +259,19 @@ def test_halves_do_not_share_out_keys():
     assert plan_tiles(replace(asked, softcap=1.0), row, "forward").parts > 1
 
 
-def by_raw(name="sm_90", processors=None, **more):
+def by_raw(name="sm_100", processors=None, **more):
     row = replace(kernels_on("cupy_raw", chip(name)), processors=processors)
     return plan_tiles(problem(**(HALF | dict(backend="cupy_raw") | more)), row, "forward")
 
 
 @pytest.mark.parametrize("name, d, dv, shape, smem_bytes", [
-    ("sm_90", 64, 64, (128, 128), 48 << 10),
-    ("sm_90", 20, 33, (128, 128), 48 << 10),
-    ("sm_90", 128, 128, (128, 64), 64 << 10),
-    ("sm_90", 72, 40, (128, 64), 56 << 10),  # rows of Q are as long as those of O, or longer
-    ("sm_90", 40, 72, (128, 64), 56 << 10),
-    ("sm_90", 192, 128, (64, 64), 64 << 10),
-    ("sm_90", 256, 256, (64, 64), 96 << 10),
+    ("sm_100", 64, 64, (128, 128), 48 << 10),
+    ("sm_100", 20, 33, (128, 128), 48 << 10),
+    ("sm_100", 128, 128, (128, 64), 64 << 10),
+    ("sm_100", 72, 40, (128, 64), 56 << 10),  # rows of Q are as long as those of O, or longer
+    ("sm_100", 40, 72, (128, 64), 56 << 10),
+    ("sm_100", 192, 128, (64, 64), 64 << 10),
+    ("sm_100", 256, 256, (64, 64), 96 << 10),
     ("sm_80", 256, 256, (64, 32), 64 << 10),  # two thread blocks share 163 KiB
     ("sm_86", 64, 64, (128, 128), 48 << 10),
     ("sm_89", 128, 128, (128, 32), 48 << 10),
@@ -321,6 +321,72 @@ def test_few_blocks_of_halves_are_low_and_share_keys():
     assert few.br == 64 and few.parts == 2 and few.part_keys % few.bc == 0
     assert by_raw(processors=132, T=4096, Hq=1, sram=1 << 18).br == 128
     assert by_raw(processors=132, T=512, Hq=1).parts == 1  # merging would take longer
+
+
+# ---- 16-bit gradients of cupy_raw ---------------------------------------------------------------------
+
+
+def raw_backward(name="sm_100", processors=None, **more):
+    asked = problem(**(dict(dtype="bfloat16", backend="cupy_raw") | more))
+    return plan_tiles(asked, replace(kernels_on("cupy_raw", chip(name)), processors=processors), "backward")
+
+
+@pytest.mark.parametrize("name, d, dv, shape, smem_bytes", [
+    ("sm_100", 64, 64, (128, 128, 256), 133184),
+    ("sm_80", 128, 128, (64, 128, 256), 148544),
+    ("sm_80", 192, 192, (64, 64, 256), 164928),
+    ("sm_100", 256, 256, (64, 64, 256), 214080),  # Q and dO of two steps
+    ("sm_80", 256, 1, (64, 64, 256), 140352),
+    ("sm_80", 256, 256, (64, 64, 256), 148032),
+    ("sm_89", 64, 7, (64, 128, 256), 83008),
+    ("sm_89", 128, 128, (64, 64, 128), 74304),
+    ("sm_120", 250, 250, (32, 32, 128), 74048),
+    ("sm_86", 130, 190, (32, 64, 256), 90432),
+])  # fmt: skip
+def test_gradients_of_halves_on_tensor_cores(name, d, dv, shape, smem_bytes):
+    tiles = raw_backward(name, d=d, dv=dv)
+    assert (tiles.family, tiles.br, tiles.bc, tiles.threads) == ("mma", *shape)
+    assert tiles.smem_bytes == smem_bytes <= chip(name).on_chip_bytes
+    assert "on tensor cores" in str(tiles)
+    assert tiles.threads == 2 * tiles.bc * (2 if max(d, dv) > 128 else 1)
+
+
+@pytest.mark.parametrize("options", [
+    dict(bias=(1, 1, 4096, 4096)), dict(alibi=True), dict(softcap=2.0), dict(dropout=0.1), dict(mask="dense"),
+    dict(scale=0.0), dict(scale=-1.0), dict(deterministic=True), dict(varlen=True), dict(causal=True, window=(3, 3)),
+])  # fmt: skip
+def test_gradients_of_halves_take_every_option(options):
+    assert raw_backward(**options) == raw_backward()
+
+
+@pytest.mark.parametrize("options", [
+    dict(dtype="float32"), dict(algorithm="fa1"), dict(sram=20000), dict(name="sm_75"),
+])  # fmt: skip
+def test_other_gradients_have_other_kernels(options):
+    tiles = raw_backward(**options)
+    assert tiles.family != "mma" and not tiles.threads
+
+
+@given(st.integers(1, 256), st.integers(1, 256), st.integers(9000, 1 << 18), st.sampled_from(sorted(CHIPS)))
+def test_gradients_of_halves_fit_the_limit_of_the_caller(d, dv, sram, name):
+    try:
+        tiles = raw_backward(name, d=d, dv=dv, sram=sram)
+    except TileError:
+        return
+    assert tiles.smem_bytes <= min(sram, chip(name).on_chip_bytes)
+    if tiles.family == "mma":  # a thread has one number of lse or delta
+        assert tiles.threads >= 2 * tiles.br
+
+
+def test_fewer_keys_where_processors_would_be_idle():
+    """64 keys a block: many blocks of 128 but too few, or such of uneven work; not where that saves nothing."""
+    few = dict(B=1, Hq=16, Hkv=16, T=1024, d=128)
+    assert raw_backward(processors=132, causal=True, **few).bc == 64
+    assert raw_backward(processors=None, causal=True, **few).bc == 128
+    assert raw_backward(processors=132, **few).bc == 128  # 128 blocks, all alike
+    assert raw_backward(processors=132, **(few | dict(Hq=4, Hkv=4))).bc == 64  # 32 of them
+    assert raw_backward(processors=132, causal=True, **(few | dict(B=64))).bc == 128
+    assert raw_backward(processors=132, causal=True, sram=1 << 18, **few).bc == 128
 
 
 # ---- keys shared out over thread blocks -------------------------------------------------------------

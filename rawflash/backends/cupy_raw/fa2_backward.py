@@ -1,5 +1,5 @@
-"""FlashAttention-2, backward pass: the launcher of ``fa2_backward.cu`` (in ``cuda``, ``cuda/mma``, ``cuda/sm90``) and of
-``cuda/side_gradients.cu``."""
+"""FlashAttention-2, backward pass: the launcher of ``fa2_backward.cu`` (in ``cuda``, ``cuda/mma``, ``cuda/sm90``) and
+of ``cuda/side_gradients.cu``."""
 
 from __future__ import annotations
 

@@ -79,14 +79,6 @@ __device__ __forceinline__ unsigned once_more(unsigned x)
     return x;
 }
 
-// blockIdx.x, asked for again: for what is needed at the end of a kernel only.
-__device__ __forceinline__ unsigned block_index_again()
-{
-    unsigned x;
-    asm volatile("mov.u32 %0, %%ctaid.x;" : "=r"(x));
-    return x;
-}
-
 // What the counter was; then it is one more, or 0 after `most`. Whoever sees this count sees all that was written before it: by this thread,
 // and by those that waited at a barrier with it.
 __device__ __forceinline__ unsigned count_and_see(unsigned* counter, unsigned most)

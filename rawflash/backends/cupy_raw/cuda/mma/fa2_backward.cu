@@ -60,6 +60,8 @@ template <int N> struct Part {
     static constexpr int COUNT = ceil_div(depth_columns(N) / 16, SHARING), COLUMNS = 16 * COUNT;
 };
 
+constexpr bool MANY_SUMS = Part<D>::COUNT + Part<DV>::COUNT > 8;
+
 __device__ __forceinline__ int own_warp() { return threadIdx.x / WARP_SIZE / SHARING; }
 __device__ __forceinline__ int part_of_warp() { return SHARING == 1 ? 0 : threadIdx.x / WARP_SIZE % SHARING; }
 
@@ -174,22 +176,29 @@ struct OwnRows {
 };
 
 // Which passing rows see, or are seen by, the lane's own rows (lane_g() and that plus 8): from `first` on, before `end`, both plus 8 for the
-// second of them; before `count`. `own`: of the own rows from the lane's first on so many exist. Passing rows are counted from the first of all.
+// second of them; before `count`. `own`: of the own rows from the lane's first on so many exist. Passing rows are counted from the lane's first
+// of the tile.
 struct Seen {
     int first, end, count, own;
 
-    // Is there anything at 8 n + e % 2 of half e / 2, of the passing rows from x on (the lane's first of n = 0)?
-    __device__ __forceinline__ bool hides(int n, int e, int x) const
+    // Is there nothing at 8 n + e % 2 of half e / 2?
+    __device__ __forceinline__ bool hides(int n, int e) const
     {
         const int half = e / 2, at = 8 * n + e % 2;
-        int low = -FAR, high = count - x;
+        int low = -FAR, high = count;
         if constexpr (BAND) {
-            low = first + 8 * half - x;
-            const int band_end = end + 8 * half - x;
+            low = first + 8 * half;
+            const int band_end = end + 8 * half;
             high = band_end < high ? band_end : high;
         }
         return at < low || at >= high || 8 * half >= own;
     }
+};
+
+// The same by a bit for each.
+struct Looked {
+    unsigned hidden;
+    __device__ __forceinline__ bool hides(int n, int e) const { return (hidden >> (4 * n + e) & 1) != 0; }
 };
 
 __device__ __forceinline__ int narrow_far(long long x) { return (int)clamp(x, -FAR, FAR); }
@@ -207,11 +216,12 @@ __device__ __forceinline__ void probabilities(float (&S)[COUNT][4], float scale,
             S[n][2 * half + 1] = multiply_add(S[n][2 * half + 1], scale, -l.y);
         }
     if (partial) {
+        const auto of = hidden();
 #pragma unroll
         for (int n = 0; n < COUNT; n++)
 #pragma unroll
             for (int e = 0; e < 4; e++)
-                if (hidden(n, e))
+                if (of.hides(n, e))
                     S[n][e] = -INFINITE;
     }
 #pragma unroll
@@ -229,11 +239,12 @@ __device__ __forceinline__ void gradients_of_scores(
     float (&dP)[COUNT][4], const float (&P)[COUNT][4], const Rows& delta, bool partial, const Hidden& hidden)
 {
     if (partial) {  // dP of a hidden key may have overflown
+        const auto of = hidden();
 #pragma unroll
         for (int n = 0; n < COUNT; n++)
 #pragma unroll
             for (int e = 0; e < 4; e++)
-                if (hidden(n, e))
+                if (of.hides(n, e))
                     dP[n][e] = 0;
     }
 #pragma unroll
@@ -257,16 +268,42 @@ __device__ __forceinline__ float shift_of(float lse)
 // A tile as a warp sees it. Own and passing rows are keys and rows of Q, or the other way round.
 struct Tile {
     int kind, m;            // m: the block of passing rows
-    Seen seen;
     long long own, passing;  // the lane's first own row, and the first of all passing rows
     unsigned own_d, own_v, passing_d, passing_v;  // where the warp's own rows of K and V (Q and dO) are, and the passing ones of the others
     float scale;
 };
 
+__device__ __forceinline__ unsigned word_of(uint4 words, int n) { return n == 0 ? words.x : n == 1 ? words.y : n == 2 ? words.z : words.w; }
+
+// What dropout keeps of COUNT pieces where the own rows are keys, bit 4 n + e for each number; j and i: those of n = e = 0. Four lanes own the
+// four neighbouring keys that share a counter: each asks for one in four of their rows, and they exchange the words.
+template <int COUNT> __device__ __forceinline__ unsigned kept_of_keys(const Call& call, const Head& at, long long j, long long i)
+{
+    static_assert(4 * COUNT <= 32, "a bit for each");
+    const int mine = lane_g() % 4;
+    const unsigned threshold = (unsigned)call.keep_threshold;
+    unsigned keeps = 0;
+#pragma unroll
+    for (int n = 0; n < COUNT; n++) {
+        const uint4 words = philox((unsigned)((j + mine / 2 * 8) / 4), (unsigned)(i + 8 * n + mine % 2), (unsigned)at.h, (unsigned)at.s.b,
+            (unsigned long long)call.seed);
+#pragma unroll
+        for (int distance = 0; distance < 4; distance++) {
+            const int other = mine ^ distance;
+            const unsigned given = word_of(words, other);
+            const unsigned word = distance == 0 ? given : __shfl_xor_sync(WARP, given, 4 * distance);
+            keeps |= (unsigned)(word >= threshold) << (4 * n + other);
+        }
+    }
+    return keeps;
+}
+
 // dS for COUNT pieces of eight passing rows, from row `first` of the block on; take(P) is called as soon as P is there.
-template <bool OWN_KEYS, bool LOOK, int COUNT, class Rows, class Take>
+// seen_from(x): what the lane sees from passing row x on.
+template <bool OWN_KEYS, bool LOOK, int COUNT, class Rows, class SeenFrom, class Take>
 __device__ __forceinline__ void score_gradients(
-    const Call& call, const Head& at, const Tile& tile, int first, const Rows& lse, const Rows& delta, float (&dS)[COUNT][4], const Take& take)
+    const Call& call, const Head& at, const Tile& tile, const SeenFrom& seen_from, int first, const Rows& lse, const Rows& delta,
+    float (&dS)[COUNT][4], const Take& take)
 {
     constexpr int ROWS = 8 * COUNT;
     const unsigned d = tile.passing_d + lane_columns<COLUMNS_D>(), dv = tile.passing_v + lane_columns<COLUMNS_V>();
@@ -276,7 +313,7 @@ __device__ __forceinline__ void score_gradients(
     float P[COUNT][4];
     row_products<D, ROWS>(P, tile.own_d, d, first);
     if constexpr (IN_SUMS) {
-        unsigned hidden = 0;
+        unsigned looked = 0;
         if constexpr (LOOK) {
             static_assert(4 * COUNT <= 32, "a bit for each");
 #pragma unroll
@@ -284,17 +321,26 @@ __device__ __forceinline__ void score_gradients(
 #pragma unroll
                 for (int e = 0; e < 4; e++)
                     if (!visible(call, at, OWN_KEYS ? passing(n, e) : own(e), OWN_KEYS ? own(e) : passing(n, e)))
-                        hidden |= 1u << (4 * n + e);
+                        looked |= 1u << (4 * n + e);
         }
         const bool partial = tile.kind != FULL;
-        auto hides = [&](int n, int e) { return LOOK ? (hidden >> (4 * n + e) % 32 & 1) != 0 : tile.seen.hides(n, e, x); };
+        auto hides = [&] {  // found where it is needed: until then it takes no registers
+            if constexpr (LOOK)
+                return Looked{looked};
+            else
+                return seen_from(tile.m * BR + first + 2 * lane_t());
+        };
         probabilities(P, tile.scale, lse, partial, hides);
         take(P);
-        __syncwarp();  // else the compiler begins the next product early, for which there are no registers
+        if constexpr (MANY_SUMS)
+            __syncwarp();  // else the compiler begins the next product early, for which there are no registers
         row_products<DV, ROWS>(dS, tile.own_v, dv, first);
         gradients_of_scores(dS, P, delta, partial, hides);
     } else {
         row_products<DV, ROWS>(dS, tile.own_v, dv, first);
+        unsigned keeps = 0;
+        if constexpr (DROPOUT && OWN_KEYS)
+            keeps = kept_of_keys<COUNT>(call, at, tile.own, tile.passing + x);
 #pragma unroll
         for (int n = 0; n < COUNT; n++)
 #pragma unroll
@@ -304,9 +350,10 @@ __device__ __forceinline__ void score_gradients(
                     return e % 2 ? pair.y : pair.x;
                 };
                 float p, ds;
+                const long long i = OWN_KEYS ? passing(n, e) : own(e), j = OWN_KEYS ? own(e) : passing(n, e);
                 visible_gradient<true>(
                     call, at, tile.kind, P[n][e], dS[n][e], [&] { return statistic(lse); }, [&] { return statistic(delta); },
-                    OWN_KEYS ? passing(n, e) : own(e), OWN_KEYS ? own(e) : passing(n, e), p, ds);
+                    [&] { return OWN_KEYS ? (keeps >> (4 * n + e) & 1) != 0 : kept(call, at.s.b, at.h, i, j); }, i, j, p, ds);
                 P[n][e] = p;
                 dS[n][e] = ds;
             }
@@ -455,14 +502,14 @@ __device__ __forceinline__ KeyBlock key_block(const Call& call, unsigned block)
 }
 
 // dV += P^T dO and dK += dS^T Q for ROWS rows of Q, from row `first` of the block on; or P^T and dS^T for them, where two warps share the sums.
-template <int ROWS, bool LOOK>
+template <int ROWS, bool LOOK, class SeenFrom>
 __device__ __forceinline__ void add_rows(
-    const Call& call, const Head& at, const Tile& tile, unsigned on_chip, const float* lse, int first,
+    const Call& call, const Head& at, const Tile& tile, const SeenFrom& seen_from, unsigned on_chip, const float* lse, int first,
     float (&dK)[2 * Part<D>::COUNT][4], float (&dV)[2 * Part<DV>::COUNT][4])
 {
     const PassingRows of_lse = {lse + first + 2 * lane_t()}, of_delta = {of_lse.first + BR};
     float dS[ROWS / 8][4];
-    score_gradients<true, LOOK>(call, at, tile, first, of_lse, of_delta, dS, [&](const float (&P)[ROWS / 8][4]) {
+    score_gradients<true, LOOK>(call, at, tile, seen_from, first, of_lse, of_delta, dS, [&](const float (&P)[ROWS / 8][4]) {
         const Operand<ROWS / 8> factor(P);
         if constexpr (SHARING == 1)
             add_product<DV, ROWS>(dV, factor, tile.passing_v + lane_rows<COLUMNS_V>(), first);
@@ -535,9 +582,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) fa2_backward_keys(
             m = 0;
             h = r.steps > 0 ? h + 1 : r.h_end;
         }
-        return {m, h, m >= r.whole && m < r.whole_end ? FULL : PARTIAL};
+        return {m, h, PARTIAL};  // kind_of says more
 #endif
     };
+    auto kind_of = [&](const Rows& r, const Walk& to) { return HAS_MASK ? to.kind : to.m >= r.whole && to.m < r.whole_end ? FULL : PARTIAL; };
     auto load_rows = [&](const Rows& r, unsigned tile, const Walk& to) {
         const long long i = r.i_first + (long long)to.m * BR + copied_row();
         const int left = r.count - to.m * BR - copied_row();
@@ -566,10 +614,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) fa2_backward_keys(
     clear(dK[0]);
     clear(dV[0]);
     Walk step = step_from(first_rows, 0, h_first);
-    bool more = step.h < first_rows.h_end;
+    const bool any = step.h < first_rows.h_end;
 
     // Load K_j, V_j and the first Q_i, dO_i
-    if (more) {
+    if (any) {
         const long long j_copied = s.k_start + j0 + copied_row();
         const int left = narrow_far(s.kv_length - j0 - copied_row());
         const elem* const K = row_of(call.k, s.slot, h_kv, j_copied) + CHUNK_HALVES * copied_chunk();
@@ -583,7 +631,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) fa2_backward_keys(
     const float scale = POWERS ? float(call.scale) * LOG2E : float(call.scale);
 
     int stage = 0;
-    while (more) {
+    for (bool more = any; more;) {
         const unsigned tiles = once_more(base), Q_i = tiles + PASSING + stage * STAGE, dO_i = Q_i + PASSING_V;
         const unsigned own_K = tiles + 16 * own_warp() * (COLUMNS_D * 2) + lane_rows<COLUMNS_D>();
         const unsigned own_V = tiles + OWN_V + 16 * own_warp() * (COLUMNS_V * 2) + lane_rows<COLUMNS_V>();
@@ -592,33 +640,36 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) fa2_backward_keys(
         __syncthreads();  // Q_i and dO_i are there; no thread reads those of the step before, and its dS
         const Rows& r = *kept_rows;
         const Walk next = step_from(r, step.m + 1, step.h);
-        more = next.h < r.h_end;
         if constexpr (STAGES == 2) {
-            if (more)
+            if (next.h < r.h_end)
                 load_rows(r, tiles + PASSING + next_stage * STAGE, next);
             commit_group();
         }
-        const float next_statistic = more ? statistic(r, next) : 0;  // asked for now, and put where it belongs later
+        const float next_statistic = next.h < r.h_end ? statistic(r, next) : 0;  // asked for now, and put where it belongs later
 
         // S^T = K Q^T, dP^T = V dO^T; P = exp(S - lse), dS = P (dP - delta)
         // dV += P^T dO, dK += dS^T Q
         const Head at = head(call, s, step.h, h_kv);
+        const int kind = kind_of(r, step);
         const int y = 16 * own_warp() + lane_g();
-        const Seen seen = {r.low + y, r.high + y, FAR, r.keys - y};  // rows of padding have P = 0 by their lse
-        const Tile tile = {step.kind, step.m, seen, j0 + y, i_low, own_K, own_V, Q_i, dO_i, scale};
+        auto seen_from = [&](int x) {  // rows of padding have P = 0 by their lse
+            const int first_key = 16 * own_warp() + lane_g();
+            return Seen{r.low + first_key - x, r.high + first_key - x, FAR, r.keys - first_key};
+        };
+        const Tile tile = {kind, step.m, j0 + y, i_low, own_K, own_V, Q_i, dO_i, scale};
         const float* const lse = statistics + stage * (2 * BR);
         const int first = part_of_warp() * WARP_PART;
-        const bool at_once = IN_SUMS && (!HAS_MASK || step.kind == FULL);
+        const bool at_once = IN_SUMS && (!HAS_MASK || tile.kind == FULL);
         if constexpr (IN_SUMS)
             if (at_once)
 #pragma unroll 1
                 for (int n = 0; n < WARP_PART; n += MOST)
-                    add_rows<MOST, false>(call, at, tile, tiles, lse, first + n, dK[0], dV[0]);
+                    add_rows<MOST, false>(call, at, tile, seen_from, tiles, lse, first + n, dK[0], dV[0]);
         if constexpr (HAS_MASK || !IN_SUMS)
             if (!at_once)
 #pragma unroll 1
                 for (int n = 0; n < WARP_PART; n += AT_ONCE)
-                    add_rows<AT_ONCE, true>(call, at, tile, tiles, lse, first + n, dK[0], dV[0]);
+                    add_rows<AT_ONCE, true>(call, at, tile, seen_from, tiles, lse, first + n, dK[0], dV[0]);
         if constexpr (SHARING == 2) {
             __syncthreads();  // P and dS are there
             const unsigned own_factors = tiles + 16 * own_warp() * (COLUMNS_S * 2) + lane_rows<COLUMNS_S>();
@@ -627,10 +678,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) fa2_backward_keys(
         }
         if constexpr (STAGES == 1 || (SHARING == 1 && !DETERMINISTIC))
             __syncthreads();  // dS is there, and no thread reads Q_i and dO_i any more
-        if (more)
+        if (next.h < r.h_end)
             put_statistic(next_stage, next_statistic);
         if constexpr (STAGES == 1) {
-            if (more)
+            if (next.h < r.h_end)
                 load_rows(r, tiles + PASSING, next);
             commit_group();
         }
@@ -638,6 +689,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) fa2_backward_keys(
         // dQ_i += dS K
         if constexpr (!DETERMINISTIC)
             add_queries(pieces_of(call, r.slot, step.h, r.sixteens + step.m * (BR / 16)), tiles, r.count - step.m * BR);
+        more = next.h < r.h_end;
         step = next;
         stage = next_stage;
     }
@@ -645,7 +697,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) fa2_backward_keys(
     __syncthreads();  // no thread reads K_j and V_j any more
 
     // Write dK_j, dV_j
-    const KeyBlock own = key_block(call, block_index_again());
+    const KeyBlock own = key_block(call, once_more(blockIdx.x));
     const int full = narrow_far(own.s.kv_length - own.j0), exist = narrow_far(own.end - own.j0);
     const long long row = own.s.k_start + own.j0;
     store_own<D>(dK, float(call.scale), base, row_of(call.dk, own.s.slot, own.h_kv, row), call.dk.row, full, exist);
@@ -654,13 +706,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) fa2_backward_keys(
 
 #if DETERMINISTIC
 // dQ += dS K for KEYS keys, from key `first` of the block on; or dS for them, where two warps share the sums.
-template <int KEYS, bool LOOK>
+template <int KEYS, bool LOOK, class SeenFrom>
 __device__ __forceinline__ void add_keys(
-    const Call& call, const Head& at, const Tile& tile, unsigned on_chip, const OwnRows& lse, const OwnRows& delta, int first,
+    const Call& call, const Head& at, const Tile& tile, const SeenFrom& seen_from, unsigned on_chip, const OwnRows& lse, const OwnRows& delta, int first,
     float (&dQ)[2 * Part<D>::COUNT][4])
 {
     float dS[KEYS / 8][4];
-    score_gradients<false, LOOK>(call, at, tile, first, lse, delta, dS, [](const float (&)[KEYS / 8][4]) {});
+    score_gradients<false, LOOK>(call, at, tile, seen_from, first, lse, delta, dS, [](const float (&)[KEYS / 8][4]) {});
     const Operand<KEYS / 8> factor(dS);
     if constexpr (SHARING == 1)
         add_product<D, KEYS>(dQ, factor, tile.passing_d + lane_rows<COLUMNS_D>(), first);
@@ -687,7 +739,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) fa2_backward_queri
     const int steps = (int)((most(j_high - j_low, 0) + BR - 1) / BR), keys = narrow_far(s.kv_length - j_low);
     int whole = 0, whole_end = keys / BR;
     const int y = 16 * own_warp() + lane_g();
-    Seen seen = {0, 0, keys, narrow_far(s.q_length - i0 - y)};
+    Seen seen = {0, 0, keys, narrow_far(s.q_length - i0 - y)};  // from key j_low on
     if constexpr (BAND) {
         const long long low = i0 + s.offset + call.band_lower - j_low, high = i0 + s.offset + call.band_upper + 1 - j_low;
         whole = (narrow_far(low + BC - 1) + BR - 1) / BR;
@@ -764,19 +816,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) fa2_backward_queri
 
         // S = Q K^T, dP = dO V^T; P = exp(S - lse), dS = P (dP - delta)
         // dQ += dS K
-        const Tile tile = {step.kind, step.m, seen, i0 + y, j_low, own_Q, own_dO, K_j, V_j, scale};
+        auto seen_from = [&](int x) { return Seen{seen.first - x, seen.end - x, seen.count - x, seen.own}; };
+        const Tile tile = {step.kind, step.m, i0 + y, j_low, own_Q, own_dO, K_j, V_j, scale};
         const int first = part_of_warp() * WARP_PART;
-        const bool at_once = IN_SUMS && (!HAS_MASK || step.kind == FULL);
+        const bool at_once = IN_SUMS && (!HAS_MASK || tile.kind == FULL);
         if constexpr (IN_SUMS)
             if (at_once)
 #pragma unroll 1
                 for (int n = 0; n < WARP_PART; n += MOST)
-                    add_keys<MOST, false>(call, at, tile, base, lse, delta, first + n, dQ[0]);
+                    add_keys<MOST, false>(call, at, tile, seen_from, base, lse, delta, first + n, dQ[0]);
         if constexpr (HAS_MASK || !IN_SUMS)
             if (!at_once)
 #pragma unroll 1
                 for (int n = 0; n < WARP_PART; n += AT_ONCE)
-                    add_keys<AT_ONCE, true>(call, at, tile, base, lse, delta, first + n, dQ[0]);
+                    add_keys<AT_ONCE, true>(call, at, tile, seen_from, base, lse, delta, first + n, dQ[0]);
         if constexpr (SHARING == 2) {
             __syncthreads();  // dS is there
             const PassedOperand factor_dS = {base + DS_AT + 16 * own_warp() * (COLUMNS_S * 2) + lane_rows<COLUMNS_S>()};
