@@ -131,12 +131,12 @@ class WarpgroupForward:
     stages: int = 2
 
 
-# By columns of the wider of K and V, in slabs; the first that fits
+# By columns of the wider of K and V, in slabs; the first that fits, but softcap and ALiBi take the last, which leaves them registers
 WGMMA_FORWARD = {
     64: (WarpgroupForward(192, 128), WarpgroupForward(128, 128)),
     128: (WarpgroupForward(128, 128),),
     192: (WarpgroupForward(128, 128), WarpgroupForward(128, 96)),
-    256: (WarpgroupForward(128, 80),),
+    256: (WarpgroupForward(128, 80), WarpgroupForward(128, 64)),
 }
 WGMMA_REGISTERS = {2: (24, 240), 3: (32, 160)}  # of a thread that copies, and of one that multiplies, by warpgroups
 
@@ -710,11 +710,10 @@ def _wgmma(problem: Problem, chip: Chip) -> Tiles | None:
     limit, processors = chip.on_chip_bytes, chip.processors or WGMMA_PROCESSORS
     to_d, to_dv = (_padded(n, WGMMA_SLAB) for n in (problem.d, problem.dv))
     lower, upper = problem.band.lower, problem.band.upper
-    for shape in WGMMA_FORWARD[max(to_d, to_dv)]:
+    shapes = WGMMA_FORWARD[max(to_d, to_dv)]
+    for shape in shapes[-1:] if problem.softcap is not None or problem.alibi else shapes:
         br, bc = shape.br, shape.bc
         groups = br // WGMMA_ROWS
-        if groups > 2 and (problem.softcap is not None or problem.alibi):
-            continue  # they take more registers than three warpgroups have
         for buffers, own in ((2, True), (2, False), (1, True), (1, False)):
             resident = [
                 Tile("Q", buffers * br, to_d, 2),
