@@ -1,4 +1,7 @@
-"""The forward kernel of sm_90 against the oracle, without a GPU (-m emulated); see test_cupy_raw_emulated.py and emulator_hopper.hpp."""
+"""The forward kernel of sm_90 against the oracle, without a GPU (-m emulated).
+
+See test_cupy_raw_emulated.py for what that can show, and emulator_hopper.hpp for what it finds beside wrong numbers.
+"""
 
 import re
 from dataclasses import replace
@@ -69,7 +72,7 @@ def one(monkeypatch, request):
     return Here(monkeypatch, len(request.node.name) % 2 == 1)
 
 
-# ---- calls -----------------------------------------------------------------------------------------------------------------
+# ---- calls --------------------------------------------------------------------------------------------
 
 
 def normal(*shape):
@@ -93,7 +96,8 @@ CALLS = {
     "narrow window": dict(Tq=300, d=64, window=(3, 0)),
     "window open to the right": dict(Tq=300, d=128, window=(70, None)),
     "lengths": dict(B=3, Tq=150, Tk=300, d=128, q_lengths=[150, 0, 40], kv_lengths=[129, 300, 0]),
-    "lengths, causal": dict(B=3, Tq=150, Tk=300, d=64, q_lengths=[150, 100, 40], kv_lengths=[7, 200, 256], causal=True),
+    "lengths, causal": dict(B=3, Tq=150, Tk=300, d=64, q_lengths=[150, 100, 40], kv_lengths=[7, 200, 256],
+                            causal=True),
     "grouped heads": dict(B=1, Hq=6, Hkv=2, Tq=140, Tk=200, d=64, causal=True),
     "softcap": dict(Tq=140, Tk=200, d=128, softcap=5.0, size=10.0),
     "softcap far above": dict(Tq=140, Tk=200, d=64, softcap=1e4),
@@ -133,7 +137,8 @@ def test_packed_sequences(here, dtype, causal):
     case = make(lead=(), Hq=4, Hkv=2, Tq=420, Tk=560, d=64, dtype=dtype, causal=causal)
     case.cu_seqlens = ([2, 150, 150, 167, 400], [1, 130, 140, 140, 500])
     reference = case.reference()
-    for x, (first, *_, last) in ((case.q, case.cu_seqlens[0]), (case.k, case.cu_seqlens[1]), (case.v, case.cu_seqlens[1])):
+    of_q, of_k = case.cu_seqlens
+    for x, (first, *_, last) in ((case.q, of_q), (case.k, of_k), (case.v, of_k)):
         x[:, :first] = x[:, last:] = np.nan
     here.check(case, reference)
 
@@ -157,11 +162,11 @@ def test_any_number_of_blocks_of_threads_shares_the_pieces(monkeypatch, processo
         here.check(make(B=2, Hq=3, Tq=300, Tk=260, d=128, dtype="bfloat16", causal=causal))
 
 
-# ---- the static maximum -----------------------------------------------------------------------------------------------------
+# ---- the static maximum -------------------------------------------------------------------------------
 
 
 def scores(name, T=600, d=64, B=1, H=2):
-    """A call in bfloat16 whose scores are far from alike; from the last key to the first is the kernel's order."""
+    """A call in bfloat16 whose scores are far from alike; the kernel goes from the last key to the first."""
     case = make(B=B, Hq=H, Tq=200, Tk=T, d=d, dtype="bfloat16")
     q, k, v = (np.array(x, np.float32) for x in (case.q, case.k, case.v))
     what, _, how = name.partition(" ")
@@ -195,8 +200,11 @@ def scores(name, T=600, d=64, B=1, H=2):
     return case
 
 
-SCORES = ("early 10", "early 40", "early 1000", "late 40", "late 1000", "key 0", "key 300", "key 599", "rising 50", "falling 50",
-          "rising 2000", "all 1000", "all -1000", "values 0", "sums 700", "masked 0", "masked -100", "masked 350", "window 200")  # fmt: skip
+SCORES = (
+    "early 10", "early 40", "early 1000", "late 40", "late 1000", "key 0", "key 300", "key 599", "rising 50",
+    "falling 50", "rising 2000", "all 1000", "all -1000", "values 0", "sums 700", "masked 0", "masked -100",
+    "masked 350", "window 200",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("name", SCORES)
@@ -228,7 +236,8 @@ def test_scores_near_the_largest_float32(one):
     """Where log2(e) times a score overflows: the steps that are taken again have no such product."""
     case = make(B=1, Hq=1, Tq=40, Tk=300, d=64, dtype="bfloat16", scale=1.0)
     case.q[...], case.k[...] = 0, 0
-    case.q[..., 0], case.k[..., 0] = 1, np.linspace(0.2, 0.8, 300).astype(case.k.dtype) * case.k.dtype.type(3.3e38)
+    case.q[..., 0] = 1
+    case.k[..., 0] = (3.3e38 * np.linspace(0.2, 0.8, 300)).astype(case.k.dtype)
     case.k[:, :, 150:, 0] *= -1
     out, lse = one.results(case)
     highest = case.k[0, 0, :, 0].astype(np.float64).max()
@@ -238,7 +247,7 @@ def test_scores_near_the_largest_float32(one):
     np.testing.assert_allclose(out[0, 0].astype(np.float64), np.tile(want, (40, 1)), atol=2e-2)
 
 
-# ---- kernels that are broken on purpose ----------------------------------------------------------------------------------------
+# ---- kernels that are broken on purpose ---------------------------------------------------------------
 
 
 def packed():
@@ -257,7 +266,8 @@ def plain(**options):
     return lambda: make(**(dict(B=1, Hq=2, Tq=300, Tk=400, d=128, dtype="bfloat16") | options))
 
 
-EARLY = "await(&rest.full_K[k], n / STAGES & 1);\n        if (leads())\n            arrive(&rest.empty_K[k]);\n"
+RELEASE = "        if (leads())\n            arrive(&rest.empty_K[k]);\n"
+EARLY = "await(&rest.full_K[k], n / STAGES & 1);\n" + RELEASE
 BROKEN = {
     "a sum of any size": (("total < MOST_SUM", "true"), lambda: scores("sums 700")),
     "outputs of any size": (("&& finite == 0.0f", ""), lambda: scores("values 0", d=128)),
@@ -266,10 +276,16 @@ BROKEN = {
     "NaN behind the last key": (("clear_values(piece);", ""), padded),
     "one key fewer": (("position + call.band_upper + 1,", "position + call.band_upper,"), plain(causal=True)),
     "one key more on the left": (("column < first", "column < first - 1"), plain(window=(20, 20))),
-    "boxes into the next sequence": (("PACKED ? first + WARP_ROWS <= stored : first < stored", "first < stored"), packed),
+    "boxes into the next sequence": (
+        ("PACKED ? first + WARP_ROWS <= stored : first < stored", "first < stored"), packed
+    ),
     "the counter is not cleared": (("call.counters[0] = 0", "call.counters[0] = 1"), plain(causal=True)),
-    "K is released before it was read": (("await(&rest.full_K[k], n / STAGES & 1);\n", EARLY), plain(Hq=1, Tq=100)),
-    "O is not made visible to copies": (("        fence_shared();\n        __syncwarp();", "        __syncwarp();"), plain()),
+    "K is released before it was read": (
+        ("await(&rest.full_K[k], n / STAGES & 1);\n", EARLY), plain(Hq=1, Tq=100)
+    ),
+    "O is not made visible to copies": (
+        ("        fence_shared();\n        __syncwarp();", "        __syncwarp();"), plain()
+    ),
     "O is overwritten before it was read": (
         ("            if (lane == 0)\n                await_stores_read<0>();\n", ""), plain(B=2, Hq=4)
     ),
@@ -288,18 +304,19 @@ def test_broken_kernels_are_seen(monkeypatch, name):
     here.check(case, reference)
     here.changes.append(change)
     if name.startswith("K is"):  # and only then
-        here.changes.append(("        if (leads())\n            arrive(&rest.empty_K[k]);\n        finish_", "        finish_"))
+        here.changes.append((RELEASE + "        finish_", "        finish_"))
     with pytest.raises(AssertionError):
         here.check(case, reference)
 
 
-# ---- switches ------------------------------------------------------------------------------------------------------------------
+# ---- switches -----------------------------------------------------------------------------------------
 
 
 def test_the_exact_maximum_can_be_asked_for(one, monkeypatch):
     """And then scores that rise without end do no harm even where nothing is done again."""
     monkeypatch.setenv("RAWFLASH_EXACT_MAXIMUM", "1")
-    one.changes += [("constexpr int STATIC_MAXIMUM = 0;", "constexpr int STATIC_MAXIMUM = 0;"), ("&& !__all_sync(WARP, !again)", "&& false")]
+    text = "constexpr int STATIC_MAXIMUM = 0;"
+    one.changes += [(text, text), ("&& !__all_sync(WARP, !again)", "&& false")]
     one.check(scores("rising 50"))
     one.check(scores("all 1000", d=128))
 
