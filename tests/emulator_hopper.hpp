@@ -75,7 +75,7 @@ struct Sum {
 };
 struct Factor { const unsigned* where; bool is_known; unsigned seen[4]; };
 
-enum Reason { NOTHING, PHASE, NAMED_BARRIER, REGISTERS, PRODUCTS };
+enum Reason { NOTHING, PHASE, NAMED_BARRIER, REGISTERS, PRODUCTS, STORES };
 struct Thread {
     Reason reason;
     unsigned id;      // of a barrier
@@ -270,6 +270,9 @@ static void read(StoreGroup& group)
                 STOP("shared memory from byte %u on was written before the store of it had read it", x.from);
     group.read = true;
 }
+
+// Others run before: they may write too early what is still to be read.
+static void let_others_run() { wait_for(STORES, 0, 0); }
 
 static void finish(const Store& x)
 {
@@ -678,6 +681,12 @@ static bool stuck()
         for (unsigned n = 0; n < threads; n++)
             if (fibers[n].state == READY)
                 return true;
+        bool any = false;
+        for (unsigned n = 0; n < threads; n++)
+            if (all[n].reason == STORES)
+                wake(n), any = true;
+        if (any)
+            continue;
         if (transfers.empty())
             break;
         land();
@@ -842,6 +851,7 @@ inline void commit_stores()
 template <int PENDING> inline void await_stores_read()
 {
     auto& groups = emulated::me().store_groups;
+    emulated::let_others_run();
     for (size_t n = 0; n + PENDING < groups.size(); n++)
         emulated::read(groups[n]);
 }
@@ -849,6 +859,7 @@ template <int PENDING> inline void await_stores_read()
 template <int PENDING> inline void await_stores()
 {
     auto& groups = emulated::me().store_groups;
+    emulated::let_others_run();
     while (groups.size() > PENDING) {
         emulated::read(groups.front());
         for (const emulated::Store& x : groups.front().stores)
