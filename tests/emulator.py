@@ -103,6 +103,7 @@ extern "C" int emulate(
 
 # The same of a text whose kernels take maps, or a call alone; KERNELS has them all, and their __launch_bounds__.
 LAUNCH_MAPPED = """
+%s
 static struct { void* kernel; bool mapped; unsigned bounds[2]; } const KERNELS[] = {%s};
 static void* kernel_of_launch;
 extern "C" const char* message_of_launch() { return emulated::message; }
@@ -117,7 +118,7 @@ extern "C" int emulate(
         if (x.kernel != kernel)
             continue;
         if (bytes != sizeof aligned && x.mapped) {
-            snprintf(emulated::message, sizeof emulated::message, "argument: %%zu bytes, not %%zu", sizeof aligned, bytes);
+            snprintf(emulated::message, 100, "its argument has %%zu bytes, not %%zu", sizeof aligned, bytes);
             return 3;
         }
         memcpy(emulated::bounds, x.bounds, sizeof x.bounds);
@@ -127,7 +128,7 @@ extern "C" int emulate(
             body = [](void* x) { ((void (*)(const Call))kernel_of_launch)(((const MappedCall*)x)->call); };
         return run_mapped_blocks(blocks, threads, shared, backwards);
     }
-    snprintf(emulated::message, sizeof emulated::message, "emulator.py has not found this kernel in its text");
+    snprintf(emulated::message, 100, "emulator.py has not found this kernel in its text");
     return 3;
 }
 """
@@ -140,11 +141,13 @@ def launch_of(text):
     """What is put behind a kernel text: the function that launches its kernels."""
     if "MappedCall" not in text:
         return LAUNCH
-    rows = []
+    declared, rows = [], []
     for bounds, name, constant, mapped in KERNEL.findall(text):
         assert constant or not mapped, f"{name}: a tensor map is read where the argument lies, so __grid_constant__"
+        # weak: some of them stand in an #if
+        declared.append(f'extern "C" __attribute__((weak)) void {name}(const {mapped}Call call);')
         rows.append(f"{{(void*){name}, {int(bool(mapped))}, {{{bounds}}}}}")
-    return LAUNCH_MAPPED % ", ".join(rows)
+    return LAUNCH_MAPPED % ("\n".join(declared), ", ".join(rows))
 
 
 def encode(address, dtype, extents, strides, rows):

@@ -17,7 +17,7 @@ typedef unsigned long long Barrier;
 namespace emulated {
 
 constexpr unsigned GROUP = 128, FIRST_ADDRESS = 1024, SLAB_BYTES = 128, ATOM = 1024, NAMED = 16, MOST_SUMS = 8, MOST_FACTORS = 32;
-constexpr unsigned POOL = 65536, MOST_REGISTERS = 255, MOST_IDLE = 10000;
+constexpr unsigned POOL = 65536, MOST_REGISTERS = 255, MOST_IDLE = 1000;
 constexpr unsigned char POISON = 0xFF;
 constexpr unsigned POISONED_SUM = 0x7FC0DEADu;  // a NaN
 constexpr uint64_t BARRIER_MARK = 0xBA221E5Eull << 32, MAP_MARK = 0x3A9D15C0ull;
@@ -582,8 +582,8 @@ static void change_registers(int count, bool more)
     Thread& my = me();
     if (count % 8 || count < 24 || count > 240)
         STOP("%d registers: no multiple of 8 from 24 to 240", count);
-    if (bounds[0] == 0)
-        STOP("registers are exchanged in a kernel without __launch_bounds__");
+    if (bounds[1] == 0)
+        STOP("registers are exchanged in a kernel whose __launch_bounds__ do not say threads and blocks: the assembler would ignore it");
     if (more ? count < my.registers : count > my.registers)
         STOP("a thread of %d registers %s %d", my.registers, more ? "takes" : "gives all but", count);
     const int change = count - my.registers;
@@ -610,7 +610,7 @@ static void begin_block()
         x = {};
     for (Warpgroup& x : warpgroups)
         x = {};
-    const unsigned each = POOL / ((bounds[0] ? bounds[0] : threads) * (bounds[1] ? bounds[1] : 1)) / 8 * 8;
+    const unsigned each = POOL / ((bounds[1] ? bounds[0] * bounds[1] : threads)) / 8 * 8;
     for (unsigned n = 0; n < threads; n++) {
         Thread& x = all[n];
         x.reason = NOTHING, x.has_fenced = x.fence_of_products = false;
