@@ -141,13 +141,12 @@ def launch_of(text):
     """What is put behind a kernel text: the function that launches its kernels."""
     if "MappedCall" not in text:
         return LAUNCH
-    declared, rows = [], []
+    names, rows = [], []  # of kernels that the preprocessor may leave out: their addresses are 0 then
     for bounds, name, constant, mapped in KERNEL.findall(text):
         assert constant or not mapped, f"{name}: a tensor map is read where the argument lies, so __grid_constant__"
-        # weak: some of them stand in an #if
-        declared.append(f'extern "C" __attribute__((weak)) void {name}(const {mapped}Call call);')
-        rows.append(f"{{(void*){name}, {int(bool(mapped))}, {{{bounds}}}}}")
-    return LAUNCH_MAPPED % ("\n".join(declared), ", ".join(rows))
+        names.append(f'extern "C" void address_of_{name}() __asm__("{name}") __attribute__((weak));')
+        rows.append(f"{{(void*)address_of_{name}, {int(bool(mapped))}, {{{bounds}}}}}")
+    return LAUNCH_MAPPED % ("\n".join(names), ", ".join(rows))
 
 
 def encode(address, dtype, extents, strides, rows):

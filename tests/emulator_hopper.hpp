@@ -137,7 +137,7 @@ static_assert(FIRST_ADDRESS % ATOM == 0, "so offsets may stand for addresses");
 static void check_visible(unsigned at, unsigned bytes, const char* what)
 {
     if (memcmp(on_chip + at, visible + at, bytes))
-        STOP("%s reads byte %u of shared memory, written by ordinary stores without fence_shared() and a barrier since", what, at);
+        STOP("%s has ordinary stores without fence_shared() and a barrier since (from byte %u of shared memory on)", what, at);
 }
 
 // ---- barriers in shared memory ----------------------------------------------------------------------------------------------------
@@ -223,6 +223,8 @@ static void begin(Transfer x)
     for (const Transfer& other : transfers)
         if (x.to < other.to + other.bytes && other.to < x.to + x.bytes)
             STOP("a copy to byte %u of shared memory begins while another into its place is under way", x.to);
+    publish_mine();
+    check_visible(x.to, x.bytes, "what a copy writes over");
     memset(on_chip + x.to, POISON, x.bytes);
     memset(visible + x.to, POISON, x.bytes);
     barriers[x.barrier].under_way++;
@@ -257,7 +259,7 @@ static std::vector<Store> late;  // of threads that have ended
 static void begin(Store x)
 {
     publish_mine();
-    check_visible(x.from, x.bytes, "a store");
+    check_visible(x.from, x.bytes, "what is stored");
     x.seen.assign(on_chip + x.from, on_chip + x.from + x.bytes);
     me().stores.push_back(std::move(x));
 }
@@ -308,7 +310,7 @@ static const unsigned char* piece_of_factor(unsigned address, const char* what)
     const unsigned at = swizzled(address) - FIRST_ADDRESS;
     if (address < FIRST_ADDRESS || at + 16 > shared_bytes)
         STOP("factor %s is outside of shared memory: address %u, %zu bytes from %u", what, address, shared_bytes, FIRST_ADDRESS);
-    check_visible(at, 16, what[0] == 'A' ? "factor A" : "factor B");
+    check_visible(at, 16, what[0] == 'A' ? "factor A of a product" : "factor B of a product");
     return on_chip + at;
 }
 
