@@ -6,7 +6,8 @@
 // products and stores see of it: ordinary stores come there by fence_shared() and a barrier. All that breaks a rule ends the launch with a
 // message. Copies land in the order of their begin, in blocks that run backwards in the opposite one.
 //
-// Not seen: a fence of this kind that was forgotten by one thread where its neighbours have it; registers read too early (they are NaN).
+// Not seen: fence_shared() forgotten by one thread where others have it, if it wrote otherwise than by store_matrices; registers that are
+// read too early (they are NaN).
 
 #include <deque>
 #include <memory>
@@ -105,12 +106,23 @@ static void wait_for(Reason reason, unsigned id, long wanted)
 
 // ---- shared memory --------------------------------------------------------------------------------------------------------------
 
+// Where store_matrices of a warp has written since all its lanes were at fence_shared, and the lanes that were there since.
+static std::vector<unsigned> unfenced[MOST_THREADS / LANES];
+static unsigned fenced_lanes[MOST_THREADS / LANES];
+
 // All stores to shared memory until now are visible to what the hardware does on its own.
 static void publish()
 {
     if (!fence_somewhere)
         return;
     memcpy(visible, on_chip, shared_bytes);
+    for (unsigned warp = 0; warp < threads / LANES; warp++) {
+        if (fenced_lanes[warp] == ~0u)
+            unfenced[warp].clear();
+        for (const unsigned at : unfenced[warp])
+            for (unsigned n = 0; n < 16; n++)
+                visible[at + n] = ~on_chip[at + n];
+    }
     for (unsigned n = 0; n < threads; n++)
         all[n].has_fenced = false;
     fence_somewhere = false;
@@ -612,6 +624,8 @@ static void begin_block()
         x = {};
     for (Warpgroup& x : warpgroups)
         x = {};
+    for (std::vector<unsigned>& x : unfenced)
+        x.clear();
     const unsigned each = POOL / ((bounds[1] ? bounds[0] * bounds[1] : threads)) / 8 * 8;
     for (unsigned n = 0; n < threads; n++) {
         Thread& x = all[n];
@@ -870,7 +884,11 @@ template <int PENDING> inline void await_stores()
     }
 }
 
-inline void fence_shared() { emulated::me().has_fenced = emulated::fence_somewhere = true; }
+inline void fence_shared()
+{
+    emulated::me().has_fenced = emulated::fence_somewhere = true;
+    emulated::fenced_lanes[current / LANES] |= 1u << current % LANES;
+}
 inline void prefetch_map(const TensorMap& map) { emulated::decoded(map); }
 
 inline unsigned long long factor(const void* first, int slab_bytes = 16)
@@ -908,6 +926,10 @@ template <bool TRANSPOSED> inline void store_matrices(void* row, unsigned x0, un
     unsigned x[4] = {x0, x1, x2, x3};
     fibers[current].operand[0] = row, fibers[current].operand[1] = x;
     by_warp([](Fiber* lanes) {
+        const unsigned warp = (lanes - fibers) / LANES;
+        fenced_lanes[warp] = 0;
+        for (unsigned n = 0; n < LANES; n++)
+            unfenced[warp].push_back((unsigned char*)lanes[n].operand[0] - on_chip);
         for (unsigned matrix = 0; matrix < 4; matrix++)
             for (unsigned n = 0; n < LANES; n++)
                 for (unsigned half = 0; half < 2; half++) {

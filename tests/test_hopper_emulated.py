@@ -504,7 +504,9 @@ def test_factors_that_change(old, new, said):
 @pytest.mark.parametrize("backwards", [False, True])
 @pytest.mark.parametrize("old, new, said", [
     ("fence_shared();", "", "without fence_shared"),
-    ("__syncthreads();", "if (warp == 3) __syncwarp();", "before the store of it had read it"),
+    ("fence_shared();", "if (warp != 2) fence_shared();", "without fence_shared"),
+    ("fence_shared();", "if (thread != 77) fence_shared();", "without fence_shared"),
+    ("__syncthreads();", "if (warp == 3) __syncwarp();", "without fence_shared|before the store of it had read it"),
     ("commit_stores();", "", "that commit_stores"),
     ("await_stores_read<0>();", "", "await_stores.* is missing"),
     ("commit_stores();", "commit_stores(); on_chip[77] ^= 1;", "before the store of it had read it"),
@@ -534,7 +536,7 @@ def test_broken_additions(old, new, said):
 
 @pytest.mark.parametrize("body, said", [
     (COPY.replace("await(barrier, 0);", "return;"), "ends while 1 copies"),
-    (COPY.replace("await(barrier, 0);", "if (thread == 0) on_chip[5] = 0; await(barrier, 0);"), "byte 5 of .* was written"),
+    (COPY.replace("await(", "if (thread == 0) on_chip[5] = 0; await("), "byte 5 of .* was written"),
     ("on_chip[1000] = 0; __syncthreads();" + COPY, "what a copy writes over has ordinary stores .*from byte 0"),
     (COPY.replace("barrier, BYTES);", "barrier, BYTES - 16);"), "deadlock.*-16 bytes"),
     (COPY.replace("arrive_expecting(barrier, BYTES);", ""), "deadlock.*1 of 1 arrivals and -1024 bytes"),
