@@ -79,7 +79,7 @@ WGMMA_CHIP = "sm_90"  # code for sm_90a runs on no other
 WGMMA_LEAST = 16  # rows: fewer, or as many, are the few-rows kernel's
 WGMMA_MOST = 256  # head dimension
 WGMMA_LONGEST = 1 << 30  # rows and keys, so that their numbers have 32 bits
-WGMMA_PIECES = 1 << 27  # pieces of work of 64 rows: each warp of each has a number
+WGMMA_PIECES = 1 << 27  # pieces of work: each warp of each has a number
 WGMMA_SCALES = (1e-20, 1e20)
 WGMMA_SLAB = 64  # columns of 16 bits that lie together, see sm90/hopper.cuh
 WGMMA_ROWS = 64  # of a warpgroup
@@ -154,12 +154,13 @@ class WarpgroupForward:
     stages: int = 2
 
 
-# By columns of the wider of K and V, in slabs; the first that fits
+# By columns of the wider of K and V, in slabs: the first that fits, or for softcap and ALiBi the last, which leaves
+# them registers
 WGMMA_FORWARD = {
     64: (WarpgroupForward(192, 128), WarpgroupForward(128, 128)),
     128: (WarpgroupForward(128, 128),),
     192: (WarpgroupForward(128, 128), WarpgroupForward(128, 96)),
-    256: (WarpgroupForward(128, 80),),
+    256: (WarpgroupForward(128, 80), WarpgroupForward(128, 64)),
 }
 WGMMA_REGISTERS = {2: (24, 240), 3: (32, 160)}  # of a thread that copies, and of one that multiplies, by warpgroups
 
@@ -367,7 +368,7 @@ def wgmma_takes(problem: Problem, chip: Chip, direction: str) -> bool:
         and problem.Tq > WGMMA_LEAST
         and problem.Tk > 0
         and max(problem.Tq, problem.Tk) < WGMMA_LONGEST
-        and problem.B * problem.Hq * problem.Tq < WGMMA_PIECES * WGMMA_ROWS
+        and problem.B * problem.Hq * -(-problem.Tq // (2 * WGMMA_ROWS)) < WGMMA_PIECES
         and WGMMA_SCALES[0] < problem.scale < WGMMA_SCALES[1]
     )
 
@@ -472,7 +473,7 @@ def plan_tiles(
     if problem.algorithm == "rowwise":
         return _rowwise(problem, chip, direction)
     if blocks is None and order is None and wgmma_takes(problem, chip, direction):
-        planned = _wgmma(problem, chip)
+        planned = _wgmma_forward(problem, chip)
         if planned is not None:
             return planned
     if blocks is None and order in (None, JI) and wgmma_takes_backward(problem, chip, direction):
@@ -890,16 +891,16 @@ def _last_end(problem: Problem, chip: Chip, bc: int) -> int:
     return last
 
 
-def _wgmma(problem: Problem, chip: Chip) -> Tiles | None:
+def _wgmma_forward(problem: Problem, chip: Chip) -> Tiles | None:
     """The first row of the table that fits: Q twice and O on its own, if there is room, so that pieces overlap."""
     limit, processors = chip.on_chip_bytes, chip.processors or WGMMA_PROCESSORS
     to_d, to_dv = (_padded(n, WGMMA_SLAB) for n in (problem.d, problem.dv))
     lower, upper = problem.band.lower, problem.band.upper
-    for shape in WGMMA_FORWARD[max(to_d, to_dv)]:
+    uneven = lower is not None or upper is not None or problem.varlen or problem.ragged  # pieces of work
+    shapes = WGMMA_FORWARD[max(to_d, to_dv)]
+    for shape in shapes[-1:] if problem.softcap is not None or problem.alibi else shapes:
         br, bc = shape.br, shape.bc
         groups = br // WGMMA_ROWS
-        if groups > 2 and (problem.softcap is not None or problem.alibi):
-            continue  # they take more registers than three warpgroups have
         for buffers, own in ((2, True), (2, False), (1, True), (1, False)):
             resident = [
                 Tile("Q", buffers * br, to_d, 2),
@@ -913,8 +914,7 @@ def _wgmma(problem: Problem, chip: Chip) -> Tiles | None:
             ]
             constants = {
                 "Q_BUFFERS": buffers, "STAGES": shape.stages, "OWN_O": int(own), "TURNS": int(shape.turns),
-                "STATIC_MAXIMUM": int(shape.static), "DYNAMIC": int(lower is not None or upper is not None or
-                                                                     problem.varlen or problem.ragged),
+                "STATIC_MAXIMUM": int(shape.static), "DYNAMIC": int(uneven),
                 "LOWER": int(lower is not None), "RAGGED": int(problem.ragged),
                 "PRODUCER_REGISTERS": WGMMA_REGISTERS[groups][0], "CONSUMER_REGISTERS": WGMMA_REGISTERS[groups][1],
             }  # fmt: skip

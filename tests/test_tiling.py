@@ -484,3 +484,76 @@ def test_parts_of_few_rows_cover_their_keys(parts):
         _, most = tiling._few_mma_parts(keys, parts, tiling.FEW_MMA_STEP)
         assert 1 <= count <= parts and most == max(turns[0], 1) * turn
         assert count == 1 or min(turns) >= tiling.FEW_MMA_LEAST // turn
+
+
+# ---- sm_90's own kernels -----------------------------------------------------------------------------
+
+
+WGMMA = dict(dtype="bfloat16", backend="cupy_raw", B=2, Hq=8, Hkv=2)
+H200 = replace(kernels_on("cupy_raw", chip("sm_90")), processors=132)
+
+
+def on_warpgroups(**more):
+    return plan_tiles(problem(**(WGMMA | more)), H200, "forward")
+
+
+@pytest.mark.parametrize("d, dv, shape, buffers, own", [
+    (64, 64, (192, 128), 2, True),
+    (8, 40, (192, 128), 2, True),
+    (128, 128, (128, 128), 2, True),
+    (96, 96, (128, 128), 2, True),
+    (192, 128, (128, 128), 1, False),
+    (192, 192, (128, 96), 1, False),
+    (256, 256, (128, 80), 1, False),
+    (64, 256, (128, 80), 2, True),  # O has no room in Q's place
+])  # fmt: skip
+def test_blocks_of_warpgroups(d, dv, shape, buffers, own):
+    for dtype in ("float16", "bfloat16"):
+        tiles = on_warpgroups(d=d, dv=dv, dtype=dtype)
+        assert (tiles.family, tiles.br, tiles.bc) == ("wgmma", *shape)
+        assert tiles.smem_bytes <= chip("sm_90").on_chip_bytes
+        constants = dict(tiles.constants)
+        assert constants["Q_BUFFERS"] == buffers and constants["OWN_O"] == own
+        groups = tiles.br // 64  # registers are given out by warpgroups, and these enter with what all can have
+        entering = 65536 // (128 * (groups + 1)) // 8 * 8
+        taken = constants["PRODUCER_REGISTERS"] + groups * constants["CONSUMER_REGISTERS"]
+        assert taken <= (groups + 1) * min(entering, 168)
+        assert "wgmma" in str(tiles) and "tensor maps" in str(tiles)
+
+
+def test_what_leaves_more_registers_for_options():
+    for option in (dict(alibi=True), dict(softcap=3.0)):
+        assert [on_warpgroups(d=d, dv=d, **option).bc for d in (64, 128, 192, 256)] == [128, 128, 96, 64]
+        assert on_warpgroups(**option).br == 128
+
+
+@pytest.mark.parametrize("options", [
+    dict(causal=True), dict(window=(3, 5)), dict(varlen=True), dict(ragged=True), dict(softcap=2.0), dict(alibi=True),
+    dict(sinks=True), dict(scale=0.3), dict(Tq=17), dict(Tk=1), dict(deterministic=True), dict(layout="bthd"),
+])  # fmt: skip
+def test_problems_of_warpgroups(options):
+    tiles, uneven = on_warpgroups(**options), {"causal", "window", "varlen", "ragged"}
+    assert tiles.family == "wgmma"
+    assert tiles.grid == min(132, 16 * -(-options.get("Tq", 4096) // tiles.br))
+    assert dict(tiles.constants)["DYNAMIC"] == bool(uneven & options.keys())
+
+
+@pytest.mark.parametrize("options", [
+    dict(dtype="float32"), dict(dtype="float64"), dict(algorithm="fa1"), dict(dv=36), dict(d=264, dv=264),
+    dict(page=16), dict(bias=(1, 1, 4096, 4096)), dict(dropout=0.1), dict(mask="dense"), dict(scale=0.0),
+    dict(scale=-1.0), dict(scale=1e25), dict(sram=65536), dict(Tq=16), dict(Tk=0), dict(boxes=False),
+    dict(B=1 << 24, Tq=17),
+])  # fmt: skip
+def test_other_problems_go_where_they_went(options):
+    plan = on_warpgroups(**options)
+    assert plan.family != "wgmma" and plan.grid == 0 and plan.constants == ()
+    elsewhere = plan_tiles(problem(**(WGMMA | options)), replace(H200, name="sm_91"), "forward")
+    assert plan == replace(elsewhere, chip="sm_90")
+
+
+def test_other_chips_have_no_warpgroups():
+    for row in CHIPS.values():
+        for backend in ("cupy_raw", "numba_cuda"):
+            family = plan_tiles(problem(**(WGMMA | dict(backend=backend))), kernels_on(backend, row), "forward").family
+            assert (family == "wgmma") == ((row.name, backend) == ("sm_90", "cupy_raw"))
+    assert plan_tiles(problem(**WGMMA), H200, "backward").family != "wgmma"

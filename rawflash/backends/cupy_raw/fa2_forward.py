@@ -74,7 +74,9 @@ def _warpgroups(problem: Problem, tiles: Tiles, x: Operands, out: Target, lse: T
             "sm90/fa2_forward.cu", problem, planned, x, {"o": out, "lse": lse}, boxes, blocks=blocks,
             section=min(max(WGMMA_SECTION // of_head, 1), problem.B * problem.Hkv) * problem.group,
         )  # fmt: skip
-    values = {"o.data": out.address, "lse.data": lse.address, "counters": kernels.counters(2)}
+    values = {"o.data": out.address, "lse.data": lse.address}
+    if dict(tiles.constants)["DYNAMIC"]:
+        values["counters"] = kernels.counters(2)
     if problem.dtype == "bfloat16":  # what is to be done again
         list_of_pieces = kernels.workspace(blocks * problem.Hq * problem.B * groups * WARPS_OF_GROUP)
         values["again"] = list_of_pieces.data.ptr
