@@ -246,7 +246,8 @@ class Launcher:
         self._mask(x, words)
         self.words = array("q", self.template.tobytes())  # its items are set in a fifth of the time of NumPy's
         self.boxes = [
-            (_WORD[f"{box.name}.data"], tensor_map.geometry(matrices[box.name], problem.dtype, box.rows)) for box in boxes
+            (_WORD[f"{box.name}.data"], tensor_map.geometry(matrices[box.name], problem.dtype, box.rows))
+            for box in boxes
         ]
         self.maps: dict[tuple[int, ...], array[int]] = {}
 

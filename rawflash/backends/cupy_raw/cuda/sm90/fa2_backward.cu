@@ -233,15 +233,15 @@ __device__ __forceinline__ void compute_all(const Call& call, const Work& work, 
         const float scale = (float)(call.scale * (double)LOG2E);
         const int q_length = work.q_length, left = (int)least(work.kv_length - work.j0, BC);  // keys of the block
         // Of the lane's two keys: the rows that see them, none if the key does not exist. All rows from plain_from on, before plain_to, see
-        // all of the warpgroup's keys.
+        // all of the warpgroup's keys, or do not exist.
         int first[2], count[2];
         int plain_from = 0, plain_to = first_key + KEYS <= left ? q_length + BR : 0;
 #pragma unroll
         for (int e = 0; e < 2; e++) {
             const int y = first_key + 16 * warp + lane / 4 + 8 * e;
             const long long j = work.j0 + y - work.offset;
-            first[e] = BAND ? (int)clamp(j - call.band_upper, 0, q_length + BR) : 0;
-            count[e] = (BAND ? (int)clamp(j - call.band_lower + 1, 0, q_length + BR) : q_length + BR) - first[e];
+            first[e] = BAND ? (int)clamp(j - call.band_upper, 0, q_length) : 0;
+            count[e] = (BAND ? (int)clamp(j - call.band_lower + 1, 0, q_length) : q_length) - first[e];
             if (y >= left)
                 count[e] = 0;
             first[e] -= 2 * (lane % 4);
