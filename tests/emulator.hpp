@@ -1,7 +1,8 @@
 // CUDA on a CPU, as much as the kernels of cupy_raw use: a thread is a fiber; a barrier lets the others run.
 //
 // Unkind where hardware may be: asynchronous copies happen when they are waited for (or, if they never are, when the thread ends), shared
-// memory starts as NaN, and the bytes behind it are watched. Order of threads: round robin, forwards or backwards.
+// memory starts as NaN, and the bytes behind it are watched. Order of threads: round robin, forwards or backwards; with emulator_hopper.hpp
+// the first thread (or the last) always goes as far as it can.
 
 #include <cmath>
 #include <cstdarg>
@@ -393,6 +394,8 @@ static int run_blocks(unsigned blocks, unsigned count, size_t shared, bool backw
                 if (message[0])
                     return 3;
                 ended += fibers[n].state == ENDED;
+                if (hooks.stuck)  // unfair: always the first one that can go on
+                    break;
             }
             if (!any && ended < count && !(hooks.stuck && hooks.stuck()))
                 return message[0] ? 3 : 1;

@@ -118,7 +118,7 @@ extern "C" int emulate(
         if (x.kernel != kernel)
             continue;
         if (bytes != sizeof aligned && x.mapped) {
-            snprintf(emulated::message, sizeof emulated::message, "argument: %%zu bytes, not %%zu", sizeof aligned, bytes);
+            snprintf(emulated::message, 100, "its argument has %%zu bytes, not %%zu", sizeof aligned, bytes);
             return 3;
         }
         memcpy(emulated::bounds, x.bounds, sizeof x.bounds);
@@ -128,7 +128,7 @@ extern "C" int emulate(
             body = [](void* x) { ((void (*)(const Call))kernel_of_launch)(((const MappedCall*)x)->call); };
         return run_mapped_blocks(blocks, threads, shared, backwards);
     }
-    snprintf(emulated::message, sizeof emulated::message, "emulator.py has not found this kernel in its text");
+    snprintf(emulated::message, 100, "emulator.py has not found this kernel in its text");
     return 3;
 }
 """

@@ -6,7 +6,8 @@
 // products and stores see of it: ordinary stores come there by fence_shared() and a barrier. All that breaks a rule ends the launch with a
 // message. Copies land in the order of their begin, in blocks that run backwards in the opposite one.
 //
-// Not seen: a fence of this kind that was forgotten by one thread where its neighbours have it; registers read too early (they are NaN).
+// Not seen: fence_shared() forgotten by one thread where others have it, if it wrote otherwise than by store_matrices; registers that are
+// read too early (they are NaN).
 
 #include <deque>
 #include <memory>
@@ -17,7 +18,7 @@ typedef unsigned long long Barrier;
 namespace emulated {
 
 constexpr unsigned GROUP = 128, FIRST_ADDRESS = 1024, SLAB_BYTES = 128, ATOM = 1024, NAMED = 16, MOST_SUMS = 8, MOST_FACTORS = 32;
-constexpr unsigned POOL = 65536, MOST_REGISTERS = 255, MOST_IDLE = 10000;
+constexpr unsigned POOL = 65536, MOST_REGISTERS = 255, MOST_IDLE = 1000;
 constexpr unsigned char POISON = 0xFF;
 constexpr unsigned POISONED_SUM = 0x7FC0DEADu;  // a NaN
 constexpr uint64_t BARRIER_MARK = 0xBA221E5Eull << 32, MAP_MARK = 0x3A9D15C0ull;
@@ -75,7 +76,7 @@ struct Sum {
 };
 struct Factor { const unsigned* where; bool is_known; unsigned seen[4]; };
 
-enum Reason { NOTHING, PHASE, NAMED_BARRIER, REGISTERS, PRODUCTS };
+enum Reason { NOTHING, PHASE, NAMED_BARRIER, REGISTERS, PRODUCTS, STORES };
 struct Thread {
     Reason reason;
     unsigned id;      // of a barrier
@@ -105,12 +106,23 @@ static void wait_for(Reason reason, unsigned id, long wanted)
 
 // ---- shared memory --------------------------------------------------------------------------------------------------------------
 
+// Where store_matrices of a warp has written since all its lanes were at fence_shared, and the lanes that were there since.
+static std::vector<unsigned> unfenced[MOST_THREADS / LANES];
+static unsigned fenced_lanes[MOST_THREADS / LANES];
+
 // All stores to shared memory until now are visible to what the hardware does on its own.
 static void publish()
 {
     if (!fence_somewhere)
         return;
     memcpy(visible, on_chip, shared_bytes);
+    for (unsigned warp = 0; warp < threads / LANES; warp++) {
+        if (fenced_lanes[warp] == ~0u)
+            unfenced[warp].clear();
+        for (const unsigned at : unfenced[warp])
+            for (unsigned n = 0; n < 16; n++)
+                visible[at + n] = ~on_chip[at + n];
+    }
     for (unsigned n = 0; n < threads; n++)
         all[n].has_fenced = false;
     fence_somewhere = false;
@@ -137,7 +149,7 @@ static_assert(FIRST_ADDRESS % ATOM == 0, "so offsets may stand for addresses");
 static void check_visible(unsigned at, unsigned bytes, const char* what)
 {
     if (memcmp(on_chip + at, visible + at, bytes))
-        STOP("%s reads byte %u of shared memory, written by ordinary stores without fence_shared() and a barrier since", what, at);
+        STOP("%s has ordinary stores without fence_shared() and a barrier since (from byte %u of shared memory on)", what, at);
 }
 
 // ---- barriers in shared memory ----------------------------------------------------------------------------------------------------
@@ -223,6 +235,8 @@ static void begin(Transfer x)
     for (const Transfer& other : transfers)
         if (x.to < other.to + other.bytes && other.to < x.to + x.bytes)
             STOP("a copy to byte %u of shared memory begins while another into its place is under way", x.to);
+    publish_mine();
+    check_visible(x.to, x.bytes, "what a copy writes over");
     memset(on_chip + x.to, POISON, x.bytes);
     memset(visible + x.to, POISON, x.bytes);
     barriers[x.barrier].under_way++;
@@ -257,7 +271,7 @@ static std::vector<Store> late;  // of threads that have ended
 static void begin(Store x)
 {
     publish_mine();
-    check_visible(x.from, x.bytes, "a store");
+    check_visible(x.from, x.bytes, "what is stored");
     x.seen.assign(on_chip + x.from, on_chip + x.from + x.bytes);
     me().stores.push_back(std::move(x));
 }
@@ -270,6 +284,9 @@ static void read(StoreGroup& group)
                 STOP("shared memory from byte %u on was written before the store of it had read it", x.from);
     group.read = true;
 }
+
+// Others run before: they may write too early what is still to be read.
+static void let_others_run() { wait_for(STORES, 0, 0); }
 
 static void finish(const Store& x)
 {
@@ -305,7 +322,7 @@ static const unsigned char* piece_of_factor(unsigned address, const char* what)
     const unsigned at = swizzled(address) - FIRST_ADDRESS;
     if (address < FIRST_ADDRESS || at + 16 > shared_bytes)
         STOP("factor %s is outside of shared memory: address %u, %zu bytes from %u", what, address, shared_bytes, FIRST_ADDRESS);
-    check_visible(at, 16, what[0] == 'A' ? "factor A" : "factor B");
+    check_visible(at, 16, what[0] == 'A' ? "factor A of a product" : "factor B of a product");
     return on_chip + at;
 }
 
@@ -579,8 +596,8 @@ static void change_registers(int count, bool more)
     Thread& my = me();
     if (count % 8 || count < 24 || count > 240)
         STOP("%d registers: no multiple of 8 from 24 to 240", count);
-    if (bounds[0] == 0)
-        STOP("registers are exchanged in a kernel without __launch_bounds__");
+    if (bounds[1] == 0)
+        STOP("registers are exchanged in a kernel whose __launch_bounds__ do not say threads and blocks: the assembler would ignore it");
     if (more ? count < my.registers : count > my.registers)
         STOP("a thread of %d registers %s %d", my.registers, more ? "takes" : "gives all but", count);
     const int change = count - my.registers;
@@ -607,7 +624,9 @@ static void begin_block()
         x = {};
     for (Warpgroup& x : warpgroups)
         x = {};
-    const unsigned each = POOL / ((bounds[0] ? bounds[0] : threads) * (bounds[1] ? bounds[1] : 1)) / 8 * 8;
+    for (std::vector<unsigned>& x : unfenced)
+        x.clear();
+    const unsigned each = POOL / ((bounds[1] ? bounds[0] * bounds[1] : threads)) / 8 * 8;
     for (unsigned n = 0; n < threads; n++) {
         Thread& x = all[n];
         x.reason = NOTHING, x.has_fenced = x.fence_of_products = false;
@@ -678,6 +697,12 @@ static bool stuck()
         for (unsigned n = 0; n < threads; n++)
             if (fibers[n].state == READY)
                 return true;
+        bool any = false;
+        for (unsigned n = 0; n < threads; n++)
+            if (all[n].reason == STORES)
+                wake(n), any = true;
+        if (any)
+            continue;
         if (transfers.empty())
             break;
         land();
@@ -842,6 +867,7 @@ inline void commit_stores()
 template <int PENDING> inline void await_stores_read()
 {
     auto& groups = emulated::me().store_groups;
+    emulated::let_others_run();
     for (size_t n = 0; n + PENDING < groups.size(); n++)
         emulated::read(groups[n]);
 }
@@ -849,6 +875,7 @@ template <int PENDING> inline void await_stores_read()
 template <int PENDING> inline void await_stores()
 {
     auto& groups = emulated::me().store_groups;
+    emulated::let_others_run();
     while (groups.size() > PENDING) {
         emulated::read(groups.front());
         for (const emulated::Store& x : groups.front().stores)
@@ -857,7 +884,11 @@ template <int PENDING> inline void await_stores()
     }
 }
 
-inline void fence_shared() { emulated::me().has_fenced = emulated::fence_somewhere = true; }
+inline void fence_shared()
+{
+    emulated::me().has_fenced = emulated::fence_somewhere = true;
+    emulated::fenced_lanes[current / LANES] |= 1u << current % LANES;
+}
 inline void prefetch_map(const TensorMap& map) { emulated::decoded(map); }
 
 inline unsigned long long factor(const void* first, int slab_bytes = 16)
@@ -895,6 +926,10 @@ template <bool TRANSPOSED> inline void store_matrices(void* row, unsigned x0, un
     unsigned x[4] = {x0, x1, x2, x3};
     fibers[current].operand[0] = row, fibers[current].operand[1] = x;
     by_warp([](Fiber* lanes) {
+        const unsigned warp = (lanes - fibers) / LANES;
+        fenced_lanes[warp] = 0;
+        for (unsigned n = 0; n < LANES; n++)
+            unfenced[warp].push_back((unsigned char*)lanes[n].operand[0] - on_chip);
         for (unsigned matrix = 0; matrix < 4; matrix++)
             for (unsigned n = 0; n < LANES; n++)
                 for (unsigned half = 0; half < 2; half++) {
