@@ -44,7 +44,8 @@ CALLS = {
     "one key head": dict(B=1, Hq=5, Hkv=1, Tq=70, d=64, causal=True),
     "lengths": dict(B=3, Tq=150, Tk=200, d=64, q_lengths=[150, 20, 0], kv_lengths=[130, 200, 64]),
     "lengths, d = 128": dict(B=3, Tq=150, Tk=200, d=128, q_lengths=[70, 150, 128], kv_lengths=[0, 1, 199]),
-    "lengths, causal": dict(B=3, Tq=150, Tk=200, d=96, q_lengths=[100, 20, 149], kv_lengths=[130, 200, 90], causal=True),
+    "lengths, causal": dict(
+        B=3, Tq=150, Tk=200, d=96, q_lengths=[100, 20, 149], kv_lengths=[130, 200, 90], causal=True),
     "sinks": dict(B=2, Tq=70, d=64, sinks=lambda rng, dtype: np.array([-np.inf, 0.5], np.float32)),
     "a huge sink": dict(Tq=70, d=64, sinks=lambda rng, dtype: np.array([90.0, -90.0], dtype)),
     "scale": dict(Tq=70, d=64, scale=1.5),
@@ -56,7 +57,8 @@ PACKED = {
     "packed, d = 128": dict(Tq=200, Tk=300, d=128, cu=([0, 64, 100, 200], [10, 138, 140, 300])),
     "packed, window, sinks": dict(
         Hq=4, Hkv=2, Tq=210, Tk=190, d=64, cu=([0, 1, 130, 210], [0, 60, 188, 188]), window=(50, 9), sinks=normal(4)),
-    "packed, offsets": dict(Tq=90, Tk=120, d=40, cu=([0, 50, 90], [0, 60, 110]), causal=True, q_offset=np.array([5, -9])),
+    "packed, offsets": dict(
+        Tq=90, Tk=120, d=40, cu=([0, 50, 90], [0, 60, 110]), causal=True, q_offset=np.array([5, -9])),
 }  # fmt: skip
 DTYPES = ("bfloat16", "float16")
 
@@ -216,10 +218,10 @@ def test_other_calls_go_another_way(options, device_by_name, taken):
 
 BROKEN = {
     "": ("causal", "", ""),
-    "the band is a row wide of the mark": ("causal", "first[e] = BAND ? (int)clamp(j - call", "first[e] = BAND ? (int)clamp(j - 1 - call"),
+    "the band is a row wide of the mark": ("causal", "BAND ? (int)clamp(j - call", "BAND ? (int)clamp(j - 1 - call"),
     "all tiles are taken for plain": ("causal", "if (!plain)", "if (false)"),
     "keys that follow are left": ("lengths", "if (keys_follow && left < BC)", "if (false)"),
-    "rows that follow are left": ("packed", "const bool rows_end = rows_follow", "const bool rows_end = false && rows_follow"),
+    "rows that follow are left": ("packed", "rows_end = rows_follow &&", "rows_end = false &&"),
     "rows that follow are cleared too late": ("packed", "fence_shared();\n                all_meet();", "all_meet();"),
     "dS is not fenced": ("one tile", "fence_shared();\n            all_meet();  // dS", "all_meet();  // dS"),
     "dS is not waited for": ("one more, d = 64", "all_meet();  // dS is there", "// dS is there"),
