@@ -20,7 +20,9 @@
 #include "padding.cuh"
 #include "hopper.cuh"
 
+// Where factors of products come from: V^T and dS^T.
 #define DS_FROM_SHARED 1
+constexpr bool V_IN_REGISTERS = BR == 128;
 
 constexpr int WARP_LANES = 32, WARPS = WARPGROUP / WARP_LANES;  // of a warpgroup
 constexpr int COMPUTING = 2, KEYS = BC / COMPUTING;             // warpgroups, and the keys of each
@@ -182,6 +184,18 @@ template <int ROWS> __device__ __forceinline__ void store_factor(unsigned char* 
                           factor[0], factor[1], factor[2], factor[3]);
 }
 
+// The reverse.
+template <int ROWS> __device__ __forceinline__ void load_factor(unsigned (&factor)[4], const unsigned char* slabs, int row, int n)
+{
+    const int lane = threadIdx.x % WARP_LANES, warp = threadIdx.x / WARP_LANES % WARPS;
+#pragma unroll
+    for (int e = 0; e < 4; e++) {
+        const int piece = 2 * n + e / 2;
+        factor[e] = *(const unsigned*)(slabs + piece / 8 * ROWS * SLAB_ROW + in_slab(row + 16 * warp + lane / 4 + 8 * (e % 2), piece % 8) +
+                                       4 * (lane % 4));
+    }
+}
+
 // Zeros in rows [from, ROWS) of slabs; by all that compute.
 template <int ROWS, int COLUMNS> __device__ __forceinline__ void clear_rows(unsigned char* slabs, int from)
 {
@@ -277,6 +291,13 @@ __device__ __forceinline__ void compute_all(const Call& call, const Work& work, 
             all_meet();
         }
 
+        unsigned V_mine[V_IN_REGISTERS ? TO_V / SUM : 1][4];
+        if constexpr (V_IN_REGISTERS) {
+#pragma unroll
+            for (int n = 0; n < TO_V / SUM; n++)
+                load_factor<BC>(V_mine[n], on_chip + AT_V, first_key, n);
+        }
+
         for (int steps = work.steps; steps > 0; steps--) {
             const bool rows_end = rows_follow && i0 + BR > q_length;
             unsigned char* const tile = on_chip + AT_DS + steps % S_STAGES * (BC * BR * 2);
@@ -298,22 +319,27 @@ __device__ __forceinline__ void compute_all(const Call& call, const Work& work, 
             commit_products();
 
             // dP^T = V dO^T, 64 rows at a time
-            float dP[PARTS][PART / 2];
+            float dP[PART / 2];
+            const auto begin_dP = [&](int r) {
+                fence_products();
+#pragma unroll
+                for (int n = 0; n < TO_V / SUM; n++) {
+                    const unsigned long long rows = moved(dO, r * PART * SLAB_ROW + column_step<BR>(n)) + of_o;
+                    if constexpr (V_IN_REGISTERS)
+                        multiply_rs<PART>(dP, V_mine[n], rows, n > 0);
+                    else
+                        multiply_ss<PART>(dP, moved(V, column_step<BC>(n)), rows, n > 0);
+                }
+                commit_products();
+            };
             await(barriers + O_THERE + at.stage, at.parity);
             if (rows_end) {
                 clear_rows<BR, TO_V>(on_chip + AT_DO + at.stage * BR * TO_V * 2, q_length - i0);
                 fence_shared();
                 all_meet();
             }
-            fence_products();
-#pragma unroll
-            for (int r = 0; r < PARTS; r++) {
-#pragma unroll
-                for (int n = 0; n < TO_V / SUM; n++)
-                    multiply_ss<PART>(dP[r], moved(V, column_step<BC>(n)), moved(dO, r * PART * SLAB_ROW + column_step<BR>(n)) + of_o, n > 0);
-                commit_products();
-            }
-            await_products<PARTS>();  // S, and dK of the step before
+            begin_dP(0);
+            await_products<1>();  // S, and dK of the step before
             if (last >= 0 && lane == 0)
                 arrive(barriers + READ + last);
 
@@ -341,7 +367,7 @@ __device__ __forceinline__ void compute_all(const Call& call, const Work& work, 
                 };
                 if (!plain)
                     hide(x);
-                await_products<PARTS - 1>();  // this dP
+                await_products<0>();  // dP
 
                 // dV += P^T dO
 #pragma unroll
@@ -357,7 +383,7 @@ __device__ __forceinline__ void compute_all(const Call& call, const Work& work, 
                 const float2* const delta = (const float2*)(on_chip + AT_DELTA) + at.stage * (BR / 2) + r * (PART / 2) + lane % 4;
 #pragma unroll
                 for (int n = 0; n < PART / 2; n++)
-                    x[n] *= dP[r][n] - (n % 2 ? delta[n / 4 * 4].y : delta[n / 4 * 4].x);
+                    x[n] *= dP[n] - (n % 2 ? delta[n / 4 * 4].y : delta[n / 4 * 4].x);
                 if (!plain)
                     hide(x);
 #pragma unroll
@@ -371,6 +397,8 @@ __device__ __forceinline__ void compute_all(const Call& call, const Work& work, 
                     store_factor<BC>(tile, first_key, r * (PART / SUM) + n, dS[r * (PART / SUM) + n]);
 #endif
                 }
+                if (r + 1 < PARTS)
+                    begin_dP(r + 1);
             }
             fence_shared();
             all_meet();  // dS is there; no thread reads that of the step before the last any more
