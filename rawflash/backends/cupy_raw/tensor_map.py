@@ -120,7 +120,7 @@ def encode(address: int, dtype: int, extents: tuple[int, ...], strides: tuple[in
         0, SWIZZLE_128B, PROMOTE_256B, 0,
     )  # fmt: skip
     if found:
-        raise BackendError(f"cuTensorMapEncodeTiled gives {found} for extents {extents}, strides {strides}, {rows} rows")
+        raise BackendError(f"cuTensorMapEncodeTiled gives {found}: extents {extents}, strides {strides}, {rows} rows")
     words = array("q")
     words.frombytes(ctypes.string_at(at, 8 * WORDS))
     return words

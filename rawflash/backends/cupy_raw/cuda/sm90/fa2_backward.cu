@@ -20,6 +20,8 @@
 #include "padding.cuh"
 #include "hopper.cuh"
 
+constexpr bool V_IN_REGISTERS = BR == 128;  // a factor that stays, where there are registers for it
+
 constexpr int WARP_LANES = 32, WARPS = WARPGROUP / WARP_LANES;  // of a warpgroup
 constexpr int COMPUTING = 2, KEYS = BC / COMPUTING;             // warpgroups, and the keys of each
 constexpr int KEYS_THREADS = (1 + COMPUTING) * WARPGROUP;
@@ -181,6 +183,18 @@ template <int ROWS> __device__ __forceinline__ void store_factor(unsigned char* 
                           factor[0], factor[1], factor[2], factor[3]);
 }
 
+// The reverse.
+template <int ROWS> __device__ __forceinline__ void load_factor(unsigned (&factor)[4], const unsigned char* slabs, int row, int n)
+{
+    const int lane = threadIdx.x % WARP_LANES, warp = threadIdx.x / WARP_LANES % WARPS;
+#pragma unroll
+    for (int e = 0; e < 4; e++) {
+        const int piece = 2 * n + e / 2;
+        factor[e] = *(const unsigned*)(slabs + piece / 8 * ROWS * SLAB_ROW + in_slab(row + 16 * warp + lane / 4 + 8 * (e % 2), piece % 8) +
+                                       4 * (lane % 4));
+    }
+}
+
 // Zeros in rows [from, ROWS) of slabs; by all that compute.
 template <int ROWS, int COLUMNS> __device__ __forceinline__ void clear_rows(unsigned char* slabs, int from)
 {
@@ -226,7 +240,7 @@ struct Keys {
     const int lane, warp, mine, first_key;
     float dK[TO_D / 2], dV[TO_V / 2], scale;
     // Of the lane's two keys: the rows that see them, none if the key does not exist. All rows from plain_from on, before plain_to, see all of
-    // the warpgroup's keys.
+    // the warpgroup's keys, or do not exist.
     int first[2], count[2], plain_from, plain_to;
     bool rows_follow;  // copies read what follows the rows of a sequence
     float* sums;       // of dQ
@@ -234,6 +248,7 @@ struct Keys {
     int i0, last;
     Ring at;
     const unsigned long long memory;
+    unsigned V_mine[V_IN_REGISTERS ? TO_V / SUM : 1][4];
 
     __device__ __forceinline__ Keys(const Call& call, const Work& work, unsigned char* on_chip, Barrier* barriers)
         : call(call), work(work), on_chip(on_chip), barriers(barriers), lane(threadIdx.x % WARP_LANES), warp(threadIdx.x / WARP_LANES % WARPS),
@@ -256,8 +271,8 @@ struct Keys {
         for (int e = 0; e < 2; e++) {
             const int y = first_key + 16 * warp + lane / 4 + 8 * e;
             const long long j = work.j0 + y - work.offset;
-            first[e] = BAND ? (int)clamp(j - call.band_upper, 0, q_length + BR) : 0;
-            count[e] = (BAND ? (int)clamp(j - call.band_lower + 1, 0, q_length + BR) : q_length + BR) - first[e];
+            first[e] = BAND ? (int)clamp(j - call.band_upper, 0, q_length) : 0;
+            count[e] = (BAND ? (int)clamp(j - call.band_lower + 1, 0, q_length) : q_length) - first[e];
             if (y >= left)
                 count[e] = 0;
             first[e] -= 2 * (lane % 4);
@@ -280,6 +295,11 @@ struct Keys {
             clear_rows<BC, TO_V>(on_chip + AT_V, left);
             fence_shared();
             all_meet();
+        }
+        if constexpr (V_IN_REGISTERS) {
+#pragma unroll
+            for (int n = 0; n < TO_V / SUM; n++)
+                load_factor<BC>(V_mine[n], on_chip + AT_V, first_key, n);
         }
     }
 
@@ -319,8 +339,12 @@ struct Keys {
         const unsigned long long V = slabs(AT_V + first_key * SLAB_ROW), dO = slabs(AT_DO + of_o + r * PART * SLAB_ROW);
         fence_products();
 #pragma unroll
-        for (int n = 0; n < TO_V / SUM; n++)
-            multiply_ss<PART>(dP, moved(V, column_step<BC>(n)), moved(dO, column_step<BR>(n)), n > 0);
+        for (int n = 0; n < TO_V / SUM; n++) {
+            if constexpr (V_IN_REGISTERS)
+                multiply_rs<PART>(dP, V_mine[n], moved(dO, column_step<BR>(n)), n > 0);
+            else
+                multiply_ss<PART>(dP, moved(V, column_step<BC>(n)), moved(dO, column_step<BR>(n)), n > 0);
+        }
         commit_products();
     }
 
