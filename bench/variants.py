@@ -4,7 +4,8 @@
 
 SPEC is a list of variants, each with a name and what differs from the code as it is, which is measured too:
 
-* ``tables``: values of :mod:`rawflash.tiling` by name, as Python literals; a dict changes these keys of the table.
+* ``tables``: values of :mod:`rawflash.tiling` by name, as Python expressions there; a dict changes these keys of the
+  table.
 * ``text``: pairs ``[old, new]`` of the kernels' text, headers included. A variant in which nothing was replaced fails.
 * ``environment``: variables while its kernels are prepared.
 * ``backend``: "cupy_raw" unless it says otherwise.
@@ -17,7 +18,6 @@ file: the same command again goes on behind it, until it exits with 0. Cases of 
 from __future__ import annotations
 
 import argparse
-import ast
 import contextlib
 import json
 import os
@@ -32,6 +32,7 @@ from bench import inputs, measures, record, timing
 from bench.cases import Case, select, usual
 from bench.peers import PEERS, Call, Ours, Runner
 from bench.run import Watch
+from rawflash import tiling
 
 EXIT_LOST = 3
 ROUNDS = 5  # of an untimed and a timed turn each
@@ -45,7 +46,7 @@ class Variant(Ours):
                  environment: dict[str, str] | None = None, backend: str = "cupy_raw") -> None:  # fmt: skip
         super().__init__(backend)
         self.name = name
-        self._tables = {key: ast.literal_eval(value) for key, value in (tables or {}).items()}
+        self._tables = {key: eval(value, dict(vars(tiling))) for key, value in (tables or {}).items()}
         self._text, self._environment = text or [], environment or {}
         self._memo: dict[Any, Any] = {}
         self._replaced: set[str] = set()
@@ -63,7 +64,7 @@ class Variant(Ours):
 
     @contextlib.contextmanager
     def _inside(self) -> Iterator[None]:
-        from rawflash import problem, tiling
+        from rawflash import problem
         from rawflash.backends.cupy_raw import compile
 
         with contextlib.ExitStack() as stack:

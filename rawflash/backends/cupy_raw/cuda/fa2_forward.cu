@@ -104,12 +104,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) fa2_forward(const 
             load_keys<D, PITCH_D>(tiles.K, call, call.k, keys, at, next.start);
         commit_copies();
 
-        // O = alpha O + P V
+        // O = alpha O + P V; after the first steps the maximum moves seldom
+        bool moves = false;
 #pragma unroll
         for (int r = 0; r < R; r++)
+            moves = moves || alpha[r] != real(1);
+        if (__any_sync(WARP, moves)) {
 #pragma unroll
-            for (int c = 0; c < CV; c++)
-                O[r][c] *= alpha[r];
+            for (int r = 0; r < R; r++)
+#pragma unroll
+                for (int c = 0; c < CV; c++)
+                    O[r][c] *= alpha[r];
+        }
         tiles.add_output(O);
         tile = next;
     }
