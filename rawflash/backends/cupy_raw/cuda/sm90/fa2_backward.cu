@@ -248,7 +248,7 @@ struct Keys {
     int i0, last;
     Ring at;
     const unsigned long long memory;
-    unsigned V_mine[V_IN_REGISTERS ? TO_V / SUM : 1][4];
+    unsigned V_mine[V_IN_REGISTERS ? TO_V / SUM : 1][4], P[BR / SUM][4];
 
     __device__ __forceinline__ Keys(const Call& call, const Work& work, unsigned char* on_chip, Barrier* barriers)
         : call(call), work(work), on_chip(on_chip), barriers(barriers), lane(threadIdx.x % WARP_LANES), warp(threadIdx.x / WARP_LANES % WARPS),
@@ -407,7 +407,8 @@ struct Keys {
 
         all_meet();  // dS of the step before is there, and no thread reads that of the step before it any more
         if constexpr (!FIRST) {
-            await_products<1>();  // dV: the registers of P are free
+            await_products<1>();  // dV of the step before, which reads P
+            keep(P);
             begin_dQ(X, before_s);
         }
         if constexpr (!FIRST)
@@ -420,7 +421,6 @@ struct Keys {
         }
 
         const bool plain = i0 >= plain_from && i0 + BR <= plain_to;
-        unsigned P[BR / SUM][4];
 #pragma unroll
         for (int r = 0; r < PARTS; r++) {  // 64 rows at a time
             if (r == 0) {
@@ -480,6 +480,7 @@ struct Keys {
         begin_dQ(dQ, of_s);
         begin_dK(of_s, last * (BR * TO_D * 2));
         await_products<1>();  // dQ
+        keep(P);
         add_dQ(dQ);
         await_products<0>();
         all_meet();  // no thread reads K and V any more

@@ -159,6 +159,14 @@ template <int COUNT> __device__ __forceinline__ void pin(float (&x)[COUNT])
         asm volatile("" : "+f"(x[n])::"memory");
 }
 
+// What products under way read of these registers is still in them here.
+template <int COUNT> __device__ __forceinline__ void keep(const unsigned (&x)[COUNT][4])
+{
+#pragma unroll
+    for (int n = 0; n < COUNT; n++)
+        asm volatile("" ::"r"(x[n][0]), "r"(x[n][1]), "r"(x[n][2]), "r"(x[n][3]) : "memory");
+}
+
 // sum += A B for 64 x N sums of 16 products; sum = A B unless `adds`. Lane (g, t) = (lane / 4, lane % 4) of warp w holds of the sums n = 0, 1, ...
 // row 16 w + g + 8 (n / 2 % 2), column 8 (n / 4) + 2 t + n % 2; of a factor A in registers two numbers in each: rows g, g + 8, g, g + 8 at depths
 // 2 t, 2 t, 2 t + 8, 2 t + 8 and their neighbours, so that sums 8 k to 8 k + 7, two in a word, are the factor of the k-th 16 columns.
