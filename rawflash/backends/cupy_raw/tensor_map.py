@@ -22,7 +22,7 @@ COLUMNS = 64  # of a box: 128 bytes, as many as the hardware exchanges pieces of
 GRANULE = 16  # bytes: what addresses and strides are multiples of
 MOST_ROWS = 256  # of a box
 LARGEST_STRIDE = 1 << 40  # bytes
-LARGEST_EXTENT = 1 << 32
+LARGEST_EXTENT = 1 << 31  # coordinates are 32-bit integers with a sign
 DTYPES = {"float16": 6, "bfloat16": 9}  # CUtensorMapDataType
 SWIZZLE_128B, PROMOTE_256B = 3, 3  # CUtensorMapSwizzle, CUtensorMapL2promotion
 AXES = 4
@@ -120,7 +120,7 @@ def encode(address: int, dtype: int, extents: tuple[int, ...], strides: tuple[in
         0, SWIZZLE_128B, PROMOTE_256B, 0,
     )  # fmt: skip
     if found:
-        raise BackendError(f"cuTensorMapEncodeTiled gives {found} for extents {extents}, strides {strides}, {rows} rows")
+        raise BackendError(f"cuTensorMapEncodeTiled gives {found}: extents {extents}, strides {strides}, {rows} rows")
     words = array("q")
     words.frombytes(ctypes.string_at(at, 8 * WORDS))
     return words

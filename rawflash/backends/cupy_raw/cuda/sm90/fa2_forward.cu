@@ -258,11 +258,14 @@ struct Consumer {
     unsigned n;                   // blocks of keys so far
     float O[WIDTH / 2], S[BC / 2], m[2], l[2];
     unsigned P[BC / 16][4];
+    float unit[1];  // powers of two of a score
 
     __device__ __forceinline__ Consumer(const MappedCall& argument, unsigned char* on_chip, Rest& rest)
         : argument(argument), call(argument.call), on_chip(on_chip), rest(rest), group(__shfl_sync(WARP, threadIdx.x / WARPGROUP, 0) - 1),
           warp(__shfl_sync(WARP, threadIdx.x / WARP_SIZE % 4, 0)), lane(threadIdx.x % WARP_SIZE), n(0)
     {
+        unit[0] = PLAIN ? (float)call.scale * LOG2E : LOG2E;
+        pin(unit);  // in a register, not computed again and again
     }
 
     __device__ __forceinline__ bool leads() const { return threadIdx.x % WARPGROUP == 0; }
@@ -271,7 +274,8 @@ struct Consumer {
     // S = Q K^T, begun
     __device__ __forceinline__ void begin_scores(unsigned slot, unsigned stage)
     {
-        const unsigned long long q = factor(on_chip + slot * Q_BYTES + group * ROWS * SLAB_ROW), k = factor(on_chip + AT_K + stage * K_BYTES);
+        const unsigned long long q = moved(factor(on_chip), slot * Q_BYTES + group * ROWS * SLAB_ROW);
+        const unsigned long long k = moved(factor(on_chip + AT_K), stage * K_BYTES);
         fence_products();
 #pragma unroll
         for (int s = 0; s < ceil_div(D, 16); s++)
@@ -282,7 +286,7 @@ struct Consumer {
     // O += P V, begun
     __device__ __forceinline__ void begin_output(unsigned stage)
     {
-        const unsigned long long v = factor(on_chip + AT_V + stage * V_BYTES, BC * SLAB_ROW);
+        const unsigned long long v = moved(factor(on_chip + AT_V, BC * SLAB_ROW), stage * V_BYTES);
         fence_products();
 #pragma unroll
         for (int s = 0; s < BC / 16; s++)
@@ -329,14 +333,11 @@ struct Consumer {
         }
     }
 
-    // Powers of two by which scores are multiplied
-    __device__ __forceinline__ float unit() const { return PLAIN ? (float)call.scale * LOG2E : LOG2E; }
-
     // m, l -> those with these scores; S -> P = exp(S - m). Returned: has m changed, of any row of the warp? Then alpha is by how much what was
     // summed so far counts.
     template <int WAY, bool MASKED> __device__ __forceinline__ bool softmax(float (&alpha)[2])
     {
-        const float c = unit();
+        const float c = unit[0];
         bool moves = false;
         float highest[2];
         if constexpr (WAY != FIXED) {
@@ -493,6 +494,8 @@ struct Consumer {
         await_products<0>();
         if (blocks && leads())
             arrive(&rest.empty_V[(n - 1) % STAGES]);
+        if constexpr (!OWN_O)
+            meet(FIRST_OWN + group, WARPGROUP);  // no warp reads Q any more
 
         const int g = lane / 4, t = lane % 4, first = first_row();
         float factor[2], lse[2];
@@ -548,8 +551,6 @@ struct Consumer {
             if (lane == 0)
                 await_stores_read<0>();
             __syncwarp();
-        } else {
-            meet(FIRST_OWN + group, WARPGROUP);  // no warp reads Q
         }
 #pragma unroll
         for (int s = 0; s < WIDTH / 16; s++) {
