@@ -370,6 +370,7 @@ def wgmma_takes(problem: Problem, chip: Chip, direction: str) -> bool:
         and max(problem.Tq, problem.Tk) < WGMMA_LONGEST
         and problem.B * problem.Hq * -(-problem.Tq // (2 * WGMMA_ROWS)) < WGMMA_PIECES
         and WGMMA_SCALES[0] < problem.scale < WGMMA_SCALES[1]
+        and WGMMA_SCALES[0] < problem.scale / (problem.softcap or 1.0) < WGMMA_SCALES[1]
     )
 
 

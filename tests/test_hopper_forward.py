@@ -212,6 +212,15 @@ def test_scores_far_from_alike(one, name):
     one.check(scores(name, d=64 if SCORES.index(name) % 2 else 128))
 
 
+@pytest.mark.parametrize("d", [64, 128, 192])
+def test_some_warps_have_pieces_done_again(here, d):
+    """Others have stored their rows, and wait for no one that does not come."""
+    case = make(B=1, Hq=3, Tq=200, Tk=300, d=d, dtype="bfloat16", causal=True)
+    case.q[:, 1, 20:24] *= 400
+    case.q[:, 2, 70:] *= 400
+    here.check(case)
+
+
 @pytest.mark.parametrize("where", ["q", "k", "v", "v inf"])
 def test_what_is_not_a_number_stays_in_the_rows_that_see_it(one, where):
     case = make(B=1, Hq=1, Tq=200, Tk=300, d=64, dtype="bfloat16", causal=True)

@@ -541,8 +541,8 @@ def test_problems_of_warpgroups(options):
 @pytest.mark.parametrize("options", [
     dict(dtype="float32"), dict(dtype="float64"), dict(algorithm="fa1"), dict(dv=36), dict(d=264, dv=264),
     dict(page=16), dict(bias=(1, 1, 4096, 4096)), dict(dropout=0.1), dict(mask="dense"), dict(scale=0.0),
-    dict(scale=-1.0), dict(scale=1e25), dict(sram=65536), dict(Tq=16), dict(Tk=0), dict(boxes=False),
-    dict(B=1 << 24, Tq=17),
+    dict(scale=-1.0), dict(scale=1e25), dict(softcap=1e30), dict(sram=65536), dict(Tq=16), dict(Tk=0),
+    dict(boxes=False), dict(B=1 << 24, Tq=17),
 ])  # fmt: skip
 def test_other_problems_go_where_they_went(options):
     plan = on_warpgroups(**options)

@@ -232,16 +232,16 @@ __device__ __forceinline__ unsigned word_of(float x, float y)
         return float16_pair(x, y);
 }
 
-// c tanh(x / c), without a branch: near 0 by a polynomial, else by the exponential function.
-__device__ __forceinline__ float capped(float x, float c, float by_c)
+// Without a branch: near 0 by a polynomial, else by the exponential function.
+__device__ __forceinline__ float branchless_tanh(float y)
 {
-    const float y = x * by_c, size = fabsf(y), square = y * y;
+    const float size = fabsf(y), square = y * y;
     const float far = 1.0f - 2.0f * reciprocal_approximately(1.0f + exp2_approximately(2.0f * LOG2E * size));
     float near = fmaf(square, TANH_9, TANH_7);
     near = fmaf(square, near, TANH_5);
     near = fmaf(square, near, TANH_3);
     near = fmaf(size * square, near, size);
-    return c * copysignf(size < TANH_NEAR ? near : far, y);
+    return copysignf(size < TANH_NEAR ? near : far, y);
 }
 
 // How the exponentials of a step are taken. CAREFULLY: nothing overflows that is not infinite, at one operation more for each score.
@@ -258,11 +258,18 @@ struct Consumer {
     unsigned n;                   // blocks of keys so far
     float O[WIDTH / 2], S[BC / 2], m[2], l[2];
     unsigned P[BC / 16][4];
+    float unit[PLAIN ? 1 : 3];  // of a score in powers of two; of a product in scores, or in caps; the cap
 
     __device__ __forceinline__ Consumer(const MappedCall& argument, unsigned char* on_chip, Rest& rest)
         : argument(argument), call(argument.call), on_chip(on_chip), rest(rest), group(__shfl_sync(WARP, threadIdx.x / WARPGROUP, 0) - 1),
           warp(__shfl_sync(WARP, threadIdx.x / WARP_SIZE % 4, 0)), lane(threadIdx.x % WARP_SIZE), n(0)
     {
+        unit[0] = PLAIN ? (float)call.scale * LOG2E : LOG2E;
+        if constexpr (!PLAIN) {
+            unit[1] = SOFTCAP ? (float)(call.scale / call.softcap) : (float)call.scale;
+            unit[2] = (float)call.softcap;
+        }
+        pin(unit);  // in registers, not computed again and again
     }
 
     __device__ __forceinline__ bool leads() const { return threadIdx.x % WARPGROUP == 0; }
@@ -271,7 +278,8 @@ struct Consumer {
     // S = Q K^T, begun
     __device__ __forceinline__ void begin_scores(unsigned slot, unsigned stage)
     {
-        const unsigned long long q = factor(on_chip + slot * Q_BYTES + group * ROWS * SLAB_ROW), k = factor(on_chip + AT_K + stage * K_BYTES);
+        const unsigned long long q = moved(factor(on_chip), slot * Q_BYTES + group * ROWS * SLAB_ROW);
+        const unsigned long long k = moved(factor(on_chip + AT_K), stage * K_BYTES);
         fence_products();
 #pragma unroll
         for (int s = 0; s < ceil_div(D, 16); s++)
@@ -282,7 +290,7 @@ struct Consumer {
     // O += P V, begun
     __device__ __forceinline__ void begin_output(unsigned stage)
     {
-        const unsigned long long v = factor(on_chip + AT_V + stage * V_BYTES, BC * SLAB_ROW);
+        const unsigned long long v = moved(factor(on_chip + AT_V, BC * SLAB_ROW), stage * V_BYTES);
         fence_products();
 #pragma unroll
         for (int s = 0; s < BC / 16; s++)
@@ -295,15 +303,14 @@ struct Consumer {
     {
         const int g = lane / 4, t = lane % 4;
         if constexpr (!PLAIN) {
-            const float scale = (float)call.scale, cap = SOFTCAP ? (float)call.softcap : 0.0f, by_cap = SOFTCAP ? 1.0f / cap : 0.0f;
 #pragma unroll
             for (int r = 0; r < 2; r++) {
                 const float distance = ALIBI ? (float)(piece.position + first_row() + g + 8 * r - j0 - 2 * t) : 0.0f;
 #pragma unroll
                 for (int x = 2 * r; x < BC / 2; x += x % 2 ? 3 : 1) {
-                    float score = S[x] * scale;
+                    float score = S[x] * unit[1];
                     if constexpr (SOFTCAP)
-                        score = capped(score, cap, by_cap);
+                        score = unit[2] * branchless_tanh(score);
                     if constexpr (ALIBI)
                         score -= piece.slope * fabsf(distance - (x / 4 * 8 + x % 2));
                     S[x] = score;
@@ -329,14 +336,11 @@ struct Consumer {
         }
     }
 
-    // Powers of two by which scores are multiplied
-    __device__ __forceinline__ float unit() const { return PLAIN ? (float)call.scale * LOG2E : LOG2E; }
-
     // m, l -> those with these scores; S -> P = exp(S - m). Returned: has m changed, of any row of the warp? Then alpha is by how much what was
     // summed so far counts.
     template <int WAY, bool MASKED> __device__ __forceinline__ bool softmax(float (&alpha)[2])
     {
-        const float c = unit();
+        const float c = unit[0];
         bool moves = false;
         float highest[2];
         if constexpr (WAY != FIXED) {
@@ -493,6 +497,8 @@ struct Consumer {
         await_products<0>();
         if (blocks && leads())
             arrive(&rest.empty_V[(n - 1) % STAGES]);
+        if constexpr (!OWN_O)
+            meet(FIRST_OWN + group, WARPGROUP);  // no warp reads Q any more
 
         const int g = lane / 4, t = lane % 4, first = first_row();
         float factor[2], lse[2];
@@ -548,8 +554,6 @@ struct Consumer {
             if (lane == 0)
                 await_stores_read<0>();
             __syncwarp();
-        } else {
-            meet(FIRST_OWN + group, WARPGROUP);  // no warp reads Q
         }
 #pragma unroll
         for (int s = 0; s < WIDTH / 16; s++) {
