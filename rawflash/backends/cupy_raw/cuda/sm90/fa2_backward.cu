@@ -1,11 +1,11 @@
 // FlashAttention-2, backward pass (Dao 2024, algorithm 2; Chu, Liu and Lin 2026, algorithm 8) for 16-bit inputs on Hopper.
 //
 // fa2_backward_keys: a block of threads owns Bc = 128 keys of one key head and runs over the Q blocks of all query heads that share it.
-// One warp copies (tensor maps), two warpgroups compute: each owns 64 of the keys, with dK and dV in registers. Everything is transposed,
+// One warpgroup copies (tensor maps), two compute: each of these owns 64 of the keys, with dK and dV in registers. Everything is transposed,
 // S^T = K Q^T and dP^T = V dO^T, so that P^T and dS^T are factors of dV += P^T dO and dK += dS^T Q where they are, in registers. Only dS
 // goes to shared memory, for dQ_i = dS K, which is added to float32 sums in device memory, in the order in which the registers hold it.
-// S of the next step is under way while dQ of this one is added.
-// On chip:  K (Bc, d), V (Bc, dv), three Q (Br, d), two dO (Br, dv), two dS (Bc, Br) in 16 bits; three lse (Br), two delta (Br), barriers;
+// dK is a step behind, dQ two, so that there are products under way while P and dS are computed, and no warpgroup waits for the other.
+// On chip:  K (Bc, d), V (Bc, dv), three Q (Br, d), two or three dO (Br, dv), three dS (Bc, Br) in 16 bits; lse and delta (Br) of each dO, barriers;
 //           in registers S, dP (Bc, Br), dK (Bc, d), dV (Bc, dv), dQ (Br, d).
 //
 // fa2_backward_finish: dQ = scale * those sums, rows by rows.
@@ -20,12 +20,12 @@
 #include "padding.cuh"
 #include "hopper.cuh"
 
-constexpr bool V_IN_REGISTERS = BR == 128;  // a factor that stays, where there are registers for it
+constexpr bool V_IN_REGISTERS = false;  // a factor that stays, where there are registers for it
 
 constexpr int WARP_LANES = 32, WARPS = WARPGROUP / WARP_LANES;  // of a warpgroup
 constexpr int COMPUTING = 2, KEYS = BC / COMPUTING;             // warpgroups, and the keys of each
 constexpr int KEYS_THREADS = (1 + COMPUTING) * WARPGROUP;
-constexpr int STAGES = 3, S_STAGES = 2;  // of Q and dO on chip; of dS
+constexpr int STAGES = 3, O_STAGES = BR == 128 ? 2 : 3, S_STAGES = 3;  // of Q, of dO, of dS on chip
 constexpr int TO_D = ceil_div(D, SLAB) * SLAB, TO_V = ceil_div(DV, SLAB) * SLAB;
 constexpr int PART = 64, PARTS = BR / PART;  // rows that dP has at a time
 constexpr int SUM = 16;  // products that a matrix product of a warpgroup sums
@@ -42,10 +42,11 @@ constexpr int LANE_NUMBERS = 4;                 // neighbouring numbers of a lan
 
 // Where things are on chip, in bytes.
 constexpr int AT_K = 0, AT_V = AT_K + BC * TO_D * 2, AT_Q = AT_V + BC * TO_V * 2, AT_DO = AT_Q + STAGES * BR * TO_D * 2;
-constexpr int AT_DS = AT_DO + STAGES * BR * TO_V * 2, AT_LSE = AT_DS + S_STAGES * BC * BR * 2;
-constexpr int AT_DELTA = AT_LSE + STAGES * BR * 4, AT_BARRIERS = AT_DELTA + STAGES * BR * 4;
-constexpr int K_THERE = 0, V_THERE = 1, Q_THERE = 2, O_THERE = Q_THERE + STAGES, READ = O_THERE + STAGES, BARRIERS = READ + STAGES;
-static_assert(AT_DELTA == AT_LSE + STAGES * BR * 4 && AT_BARRIERS + BARRIERS * 8 == TILE_BYTES, "tiling.py and this file disagree on what is on chip");
+constexpr int AT_DS = AT_DO + O_STAGES * BR * TO_V * 2, AT_LSE = AT_DS + S_STAGES * BC * BR * 2;
+constexpr int AT_DELTA = AT_LSE + O_STAGES * BR * 4, AT_BARRIERS = AT_DELTA + O_STAGES * BR * 4;
+constexpr int K_THERE = 0, V_THERE = 1, Q_THERE = 2, Q_READ = Q_THERE + STAGES, O_THERE = Q_READ + STAGES, O_READ = O_THERE + O_STAGES;
+constexpr int S_THERE = O_READ + O_STAGES, S_READ = S_THERE + S_STAGES, BARRIERS = S_READ + S_STAGES;
+static_assert(AT_BARRIERS + BARRIERS * 8 == TILE_BYTES, "tiling.py and this file disagree on what is on chip");
 
 constexpr int MAP_Q = 0, MAP_K = 1, MAP_V = 2, MAP_DO = 3;
 constexpr int ALL_MEET = 1, WARPGROUP_MEETS = 2;  // named barriers: of all that compute, and one of each warpgroup
@@ -96,17 +97,17 @@ __device__ __forceinline__ float* sums_of_head(const Call& call, long long b, lo
     return call.sums + (b * call.Hq + h) * blocks_of_head(call) * (BR * TO_D);
 }
 
-// Which stage is next, and the parity of the phase that its barriers are in.
-struct Ring {
+// Which of COUNT stages is next, and the parity of the phase that its barriers are in.
+template <int COUNT> struct Ring {
     int stage = 0, parity = 0;
     __device__ __forceinline__ void next()
     {
-        if (++stage == STAGES)
+        if (++stage == COUNT)
             stage = 0, parity ^= 1;
     }
 };
 
-// ---- the warp that copies ---------------------------------------------------------------------------------------------------
+// ---- the warps that copy ----------------------------------------------------------------------------------------------------
 
 // All slabs of a box.
 template <int ROWS, int COLUMNS>
@@ -120,43 +121,43 @@ __device__ __forceinline__ void copy_slabs(unsigned char* to, const TensorMap& m
 __device__ __forceinline__ void copy_all(const MappedCall& argument, const Work& work, unsigned char* on_chip, Barrier* barriers)
 {
     const Call& call = argument.call;
-    const int lane = threadIdx.x;
-    if (lane == 0) {
+    const int y = threadIdx.x;
+    if (y == 0) {
         arrive_expecting(barriers + K_THERE, BC * TO_D * 2);
         copy_slabs<BC, TO_D>(on_chip + AT_K, argument.map[MAP_K], barriers + K_THERE, work.k_start + work.j0, work.h, work.slot);
     }
-    Ring to;
+    Ring<STAGES> to_q;
+    Ring<O_STAGES> to_o;
     int h = work.h * ((int)call.Hq / (int)call.Hkv), i0 = work.i_low;
     for (int steps = work.steps; steps > 0; steps--) {
         // Q_i, dO_i, and V before the first
-        Barrier *const q_there = barriers + Q_THERE + to.stage, *const o_there = barriers + O_THERE + to.stage;
-        await(barriers + READ + to.stage, to.parity ^ 1);
-        if (lane == 0) {
+        Barrier *const q_there = barriers + Q_THERE + to_q.stage, *const o_there = barriers + O_THERE + to_o.stage;
+        await(barriers + Q_READ + to_q.stage, to_q.parity ^ 1);
+        if (y == 0) {
             arrive_expecting(q_there, BR * TO_D * 2);
-            copy_slabs<BR, TO_D>(on_chip + AT_Q + to.stage * BR * TO_D * 2, argument.map[MAP_Q], q_there, work.q_start + i0, h, work.slot);
+            copy_slabs<BR, TO_D>(on_chip + AT_Q + to_q.stage * BR * TO_D * 2, argument.map[MAP_Q], q_there, work.q_start + i0, h, work.slot);
             if (steps == work.steps) {
                 arrive_expecting(barriers + V_THERE, BC * TO_V * 2);
                 copy_slabs<BC, TO_V>(on_chip + AT_V, argument.map[MAP_V], barriers + V_THERE, work.k_start + work.j0, work.h, work.slot);
             }
+        }
+        await(barriers + O_READ + to_o.stage, to_o.parity ^ 1);
+        if (y == 0) {
             arrive_expecting(o_there, BR * TO_V * 2);
-            copy_slabs<BR, TO_V>(on_chip + AT_DO + to.stage * BR * TO_V * 2, argument.map[MAP_DO], o_there, work.q_start + i0, h, work.slot);
+            copy_slabs<BR, TO_V>(on_chip + AT_DO + to_o.stage * BR * TO_V * 2, argument.map[MAP_DO], o_there, work.q_start + i0, h, work.slot);
         }
 
-        // lse in units of exp2, and delta. A row that sees nothing has P = 0, and one that does not exist.
-        float* const lses = (float*)(on_chip + AT_LSE) + to.stage * BR;
-#pragma unroll 1
-        for (int y = lane; y < BR; y += WARP_LANES) {
-            float lse = -INFINITE, delta = 0.0f;
-            if (i0 + y < work.q_length) {
-                lse = *row_of(call.lse, work.slot, h, work.q_start + i0 + y);
-                delta = *row_of(call.delta, work.slot, h, work.q_start + i0 + y);
-            }
-            lses[y] = lse == -INFINITE ? INFINITE : lse * LOG2E;
-            lses[STAGES * BR + y] = delta;
+        // lse in units of exp2, and delta, of a row for each thread. A row that sees nothing has P = 0, and one that does not exist.
+        float lse = -INFINITE, delta = 0.0f;
+        if (i0 + y < work.q_length) {
+            lse = *row_of(call.lse, work.slot, h, work.q_start + i0 + y);
+            delta = *row_of(call.delta, work.slot, h, work.q_start + i0 + y);
         }
+        ((float*)(on_chip + AT_LSE))[to_o.stage * BR + y] = lse == -INFINITE ? INFINITE : lse * LOG2E;
+        ((float*)(on_chip + AT_DELTA))[to_o.stage * BR + y] = delta;
         arrive(o_there);
 
-        to.next();
+        to_q.next(), to_o.next();
         if ((i0 += BR) >= work.i_high)
             i0 = work.i_low, h++;
     }
@@ -230,8 +231,7 @@ __device__ __forceinline__ void store_rows(
     }
 }
 
-// What a warpgroup has of its keys, while it goes through the rows. dQ and dK of a step are begun in the next one, so that there are products under
-// way while P and dS are computed.
+// What a warpgroup has of its keys, while it goes through the rows.
 struct Keys {
     const Call& call;
     const Work& work;
@@ -245,8 +245,9 @@ struct Keys {
     bool rows_follow;  // copies read what follows the rows of a sequence
     float* sums;       // of dQ
     long long between;  // those of one head and those of the next
-    int i0, last;
-    Ring at;
+    int i0, i0_dQ;      // rows of this step, and those that dQ is next of
+    Ring<STAGES> at;
+    Ring<2> at_two;
     const unsigned long long memory;
     unsigned V_mine[V_IN_REGISTERS ? TO_V / SUM : 1][4], P[BR / SUM][4];
 
@@ -286,7 +287,7 @@ struct Keys {
         sums = sums_of_head(call, work.b, work.h * (call.Hq / call.Hkv), work.q_start) + (long long)(work.i_low / BR) * (BR * TO_D) +
                (BY_KEYS ? 0 : mine * PATCH) + (warp * (DQ_COLUMNS / 8) * WARP_LANES + lane) * LANE_NUMBERS;
         between = (blocks_of_head(call) - (work.i_high - work.i_low + BR - 1) / BR) * (BR * TO_D);
-        i0 = work.i_low, last = 0;
+        i0 = i0_dQ = work.i_low;
 
         await(barriers + K_THERE, 0);
         await(barriers + V_THERE, 0);
@@ -354,7 +355,11 @@ struct Keys {
         for (int n = 0; n < DQ_COLUMNS / 8; n++)
             atomicAdd(reinterpret_cast<float4*>(sums + n * WARP_LANES * LANE_NUMBERS),
                       make_float4(dQ[4 * n], dQ[4 * n + 1], dQ[4 * n + 2], dQ[4 * n + 3]));
-        sums += BR * TO_D + (i0 == work.i_low ? between : 0);  // the rows that are next may be another head's
+        sums += BR * TO_D;
+        if ((i0_dQ += BR) >= work.i_high) {  // the rows that are next are another head's
+            i0_dQ = work.i_low;
+            sums += between;
+        }
     }
 
     // Zeros where a row does not see a key. Column 8 (n / 4) + n % 2 after the lane's first is the row, counted from i0.
@@ -369,7 +374,7 @@ struct Keys {
     // P = exp(S - lse) for 64 rows, at most 1 whatever was rounded; NaN stays NaN.
     __device__ __forceinline__ void take_powers(float (&S)[BR / 2], int r, bool plain) const
     {
-        const float2* const lse = (const float2*)(on_chip + AT_LSE) + at.stage * (BR / 2) + r * (PART / 2) + lane % 4;
+        const float2* const lse = (const float2*)(on_chip + AT_LSE) + o_stage() * (BR / 2) + r * (PART / 2) + lane % 4;
 #pragma unroll
         for (int n = 0; n < PART / 2; n++) {
             const float minus = n % 2 ? -lse[n / 4 * 4].y : -lse[n / 4 * 4].x;
@@ -380,16 +385,29 @@ struct Keys {
             hide(S, r);
     }
 
-    // S, P, dP, dS and dV of a block of rows; dQ and dK of the one before, if there is one. `parity` is of the steps that are left.
-    template <bool FIRST> __device__ __forceinline__ void step(int parity)
+    // Stages and parities: of dO, of which there may be two; those of the step before; that of dS two steps before.
+    __device__ __forceinline__ int o_stage() const { return O_STAGES == 2 ? at_two.stage : at.stage; }
+    __device__ __forceinline__ int o_parity() const { return O_STAGES == 2 ? at_two.parity : at.parity; }
+    __device__ __forceinline__ int o_before() const { return O_STAGES == 2 ? at_two.stage ^ 1 : before(); }
+    __device__ __forceinline__ int before() const { return at.stage == 0 ? 2 : at.stage - 1; }
+    __device__ __forceinline__ int two_before() const { return at.stage == 2 ? 0 : at.stage + 1; }
+    __device__ __forceinline__ int parity_two_before() const { return at.stage == 2 ? at.parity : at.parity ^ 1; }
+
+    // The products of the steps before have read what the copies and dS may have now; by one lane of each warp.
+    __device__ __forceinline__ void release(int barrier)
+    {
+        if (lane == 0)
+            arrive(barriers + barrier);
+    }
+
+    // S, P, dP, dS and dV of a block of rows; dK of the step before and dQ of the one before that, of those steps that there were: AGE is how many,
+    // at most two.
+    template <int AGE> __device__ __forceinline__ void step()
     {
         const bool rows_end = rows_follow && i0 + BR > work.q_length;
-        unsigned char* const tile = on_chip + AT_DS + parity * (BC * BR * 2);
-        const int of_q = at.stage * (BR * TO_D * 2), of_o = at.stage * (BR * TO_V * 2);
-        const int before_s = (parity ^ 1) * (BC * BR * 2), before_q = last * (BR * TO_D * 2);
+        float S[BR / 2], X[PART / 2];  // X: dQ, then dP, in the same registers
 
         // S^T = K Q^T
-        float S[BR / 2], X[PART / 2];  // dQ, then dP, in the same registers
         await(barriers + Q_THERE + at.stage, at.parity);
         if (rows_end) {
             clear_rows<BR, TO_D>(on_chip + AT_Q + at.stage * BR * TO_D * 2, work.q_length - i0);
@@ -397,58 +415,56 @@ struct Keys {
             all_meet();
         }
         {
-            const unsigned long long K = slabs(AT_K + first_key * SLAB_ROW), Q = slabs(AT_Q + of_q);
+            const unsigned long long K = slabs(AT_K + first_key * SLAB_ROW), Q = slabs(AT_Q + at.stage * (BR * TO_D * 2));
             fence_products();
 #pragma unroll
             for (int n = 0; n < TO_D / SUM; n++)
                 multiply_ss<BR>(S, moved(K, column_step<BC>(n)), moved(Q, column_step<BR>(n)), n > 0);
             commit_products();
         }
-
-        all_meet();  // dS of the step before is there, and no thread reads that of the step before it any more
-        if constexpr (!FIRST) {
-            await_products<1>();  // dV of the step before, which reads P
-            keep(P);
-            begin_dQ(X, before_s);
+        if constexpr (AGE > 1) {
+            await(barriers + S_THERE + two_before(), parity_two_before());
+            begin_dQ(X, two_before() * (BC * BR * 2));
         }
-        if constexpr (!FIRST)
-            begin_dK(before_s, before_q);
-        await(barriers + O_THERE + at.stage, at.parity);
+        if constexpr (AGE > 0)
+            begin_dK(before() * (BC * BR * 2), before() * (BR * TO_D * 2));
+
+        await(barriers + O_THERE + o_stage(), o_parity());
         if (rows_end) {
-            clear_rows<BR, TO_V>(on_chip + AT_DO + at.stage * BR * TO_V * 2, work.q_length - i0);
+            clear_rows<BR, TO_V>(on_chip + AT_DO + o_stage() * BR * TO_V * 2, work.q_length - i0);
             fence_shared();
             all_meet();
         }
+        await_products<AGE>();  // S, and dV of the step before
+        if constexpr (AGE > 0) {
+            keep(P);
+            release(O_READ + o_before());
+        }
 
+        // P
         const bool plain = i0 >= plain_from && i0 + BR <= plain_to;
 #pragma unroll
-        for (int r = 0; r < PARTS; r++) {  // 64 rows at a time
-            if (r == 0) {
-                await_products<FIRST ? 0 : 2>();  // S
-                take_powers(S, r, plain);
-                if constexpr (!FIRST) {
-                    await_products<1>();  // dQ
-                    add_dQ(X);
-                }
-                begin_dP(X, r, of_o);
-            } else {
-                begin_dP(X, r, of_o);
-                take_powers(S, r, plain);
-            }
-            // dV += P^T dO
-            const unsigned long long dO = slabs(AT_DO + of_o, BR * SLAB_ROW);
+        for (int r = 0; r < PARTS; r++)
+            take_powers(S, r, plain);
 #pragma unroll
-            for (int n = r * (PART / SUM); n < (r + 1) * (PART / SUM); n++)
-                to_factor(P[n], S, n);
-            fence_products();
-#pragma unroll
-            for (int n = r * (PART / SUM); n < (r + 1) * (PART / SUM); n++)
-                multiply_rs<TO_V, true>(dV, P[n], moved(dO, n * ROW_STEP), true);
-            commit_products();
+        for (int n = 0; n < BR / SUM; n++)
+            to_factor(P[n], S, n);
+        if constexpr (AGE > 1) {
+            await_products<1>();  // dQ
+            add_dQ(X);
+            release(S_READ + two_before());  // its dK is done, too
+        }
 
-            // dS = P (dP - delta)
-            await_products<1>();  // dP
-            const float2* const delta = (const float2*)(on_chip + AT_DELTA) + at.stage * (BR / 2) + r * (PART / 2) + lane % 4;
+        // dS = P (dP - delta)
+        await(barriers + S_READ + at.stage, at.parity ^ 1);
+        unsigned char* const tile = on_chip + AT_DS + at.stage * (BC * BR * 2);
+#pragma unroll
+        for (int r = 0; r < PARTS; r++) {  // 64 rows at a time
+            begin_dP(X, r, o_stage() * (BR * TO_V * 2));
+            await_products<0>();
+            if (AGE > 0 && r == 0)
+                release(Q_READ + before());  // dK of the step before
+            const float2* const delta = (const float2*)(on_chip + AT_DELTA) + o_stage() * (BR / 2) + r * (PART / 2) + lane % 4;
 #pragma unroll
             for (int n = 0; n < PART / 2; n++)
                 S[r * (PART / 2) + n] *= X[n] - (n % 2 ? delta[n / 4 * 4].y : delta[n / 4 * 4].x);
@@ -462,27 +478,38 @@ struct Keys {
             }
         }
         fence_shared();
-        if (!FIRST && lane == 0)  // its dK is done
-            arrive(barriers + READ + last);
-        last = at.stage;
-        at.next();
+        __syncwarp();
+        release(S_THERE + at.stage);
+
+        // dV += P^T dO
+        {
+            const unsigned long long dO = slabs(AT_DO + o_stage() * (BR * TO_V * 2), BR * SLAB_ROW);
+            fence_products();
+#pragma unroll
+            for (int n = 0; n < BR / SUM; n++)
+                multiply_rs<TO_V, true>(dV, P[n], moved(dO, n * ROW_STEP), true);
+            commit_products();
+        }
+        meet(WARPGROUP_MEETS + mine, WARPGROUP);  // dS of all its warps is there, for dK
+        at.next(), at_two.next();
         i0 += BR;
         if (i0 >= work.i_high)
             i0 = work.i_low;
     }
 
-    // dQ and dK of the last step.
+    // dQ of the last two steps, dK of the last.
     __device__ __forceinline__ void end()
     {
-        float dQ[DQ_COLUMNS / 2];
-        constexpr int of_s = 1 * (BC * BR * 2);  // one step was left
-        all_meet();  // dS is there
-        begin_dQ(dQ, of_s);
-        begin_dK(of_s, last * (BR * TO_D * 2));
-        await_products<1>();  // dQ
+        float X[DQ_COLUMNS / 2];
+        begin_dK(before() * (BC * BR * 2), before() * (BR * TO_D * 2));
+        for (int left = work.steps > 1 ? 2 : 1; left > 0; left--) {
+            const int stage = left == 2 ? two_before() : before(), parity = left == 2 ? parity_two_before() : at.parity ^ (at.stage == 0);
+            await(barriers + S_THERE + stage, parity);
+            begin_dQ(X, stage * (BC * BR * 2));
+            await_products<0>();
+            add_dQ(X);
+        }
         keep(P);
-        add_dQ(dQ);
-        await_products<0>();
         all_meet();  // no thread reads K and V any more
     }
 
@@ -518,10 +545,13 @@ __device__ __forceinline__ void compute_all(const Call& call, const Work& work, 
     Keys keys(call, work, on_chip, barriers);
     if (work.steps > 0) {
         keys.begin();
-        keys.step<true>(work.steps & 1);
+        keys.step<0>();
+        if (work.steps > 1) {
+            keys.step<1>();
 #pragma unroll 1
-        for (int steps = work.steps - 1; steps > 0; steps--)
-            keys.step<false>(steps & 1);
+            for (int steps = work.steps - 2; steps > 0; steps--)
+                keys.step<2>();
+        }
         keys.end();
     }
     keys.store();
@@ -536,19 +566,28 @@ extern "C" __global__ void __launch_bounds__(KEYS_THREADS, 1) fa2_backward_keys(
     if (work.j0 >= (PACKED ? work.kv_length : call.Tk))
         return;
     if (threadIdx.x == 0) {
+        for (int n = 0; n < MAPS; n++)
+            prefetch_map(argument.map[n]);
         init_barrier(barriers + K_THERE, 1);
         init_barrier(barriers + V_THERE, 1);
         for (int n = 0; n < STAGES; n++) {
             init_barrier(barriers + Q_THERE + n, 1);
-            init_barrier(barriers + O_THERE + n, 1 + WARP_LANES);  // who begins the copy of dO, and the lanes that wrote lse and delta
-            init_barrier(barriers + READ + n, COMPUTING * WARPS);
+            init_barrier(barriers + Q_READ + n, COMPUTING * WARPS);
+        }
+        for (int n = 0; n < O_STAGES; n++) {
+            init_barrier(barriers + O_THERE + n, 1 + BR);  // who begins the copy of dO, and those that wrote lse and delta
+            init_barrier(barriers + O_READ + n, COMPUTING * WARPS);
+        }
+        for (int n = 0; n < S_STAGES; n++) {
+            init_barrier(barriers + S_THERE + n, COMPUTING * WARPS);
+            init_barrier(barriers + S_READ + n, COMPUTING * WARPS);
         }
         fence_barriers();
     }
     __syncthreads();  // barriers are there
     if (threadIdx.x < WARPGROUP) {
         give_registers<COPYING_REGISTERS>();
-        if (threadIdx.x < WARP_LANES && work.steps > 0)
+        if (threadIdx.x < BR && work.steps > 0)
             copy_all(argument, work, on_chip, barriers);
     } else {
         take_registers<COMPUTING_REGISTERS>();
