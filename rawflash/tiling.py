@@ -88,8 +88,7 @@ WGMMA_PROCESSORS = 132  # of a device that was not asked
 WGMMA_SECTION = 32 << 20  # bytes of K and V that stay in L2
 WGMMA_MOST_BACKWARD = 128  # head dimension
 WGMMA_BACKWARD = {64: 128, 128: 64}  # Br, by the wider of d and dv; Bc = 128
-WGMMA_STAGES = 3  # blocks of Q and of dS that are on chip at once, and of dO but where blocks have 128 rows
-WGMMA_STAGES_O = {128: 2, 64: 3}
+WGMMA_STAGES, WGMMA_STAGES_S = 3, 2  # blocks of Q and dO on chip at once, and of dS
 FEW = "few rows"  # family of numba_cpu's fa2 forward pass for few queries: one at a time, not one on each lane
 FEW_QUERIES = 8  # of a head; from 12 to 16 on, lanes full of queries are faster
 FEW_KEYS = 16  # rows of K or V that it may copy, to have whole vectors
@@ -395,16 +394,15 @@ def _wgmma_backward(problem: Problem, chip: Chip) -> Tiles:
     """The blocks of cuda/sm90/fa2_backward.cu; they fit."""
     d, dv = _padded(problem.d, WGMMA_SLAB), _padded(problem.dv, WGMMA_SLAB)
     br, bc, stages = WGMMA_BACKWARD[max(d, dv)], 128, WGMMA_STAGES
-    of_o = WGMMA_STAGES_O[br]
     resident = (
         Tile("K", bc, d, 2),
         Tile("V", bc, dv, 2),
         Tile("Q", stages * br, d, 2),
-        Tile("dO", of_o * br, dv, 2),
-        Tile("dS", stages * bc, br, 2),
-        Tile("lse", of_o * br, 1, 4),
-        Tile("delta", of_o * br, 1, 4),
-        Tile("barriers", 2 + 4 * stages + 2 * of_o, 1, 8),
+        Tile("dO", stages * br, dv, 2),
+        Tile("dS", WGMMA_STAGES_S * bc, br, 2),
+        Tile("lse", stages * br, 1, 4),
+        Tile("delta", stages * br, 1, 4),
+        Tile("barriers", 2 + 3 * stages, 1, 8),
         Tile("S, P", bc, br, 4, REGISTERS),
         Tile("dP", bc, br, 4, REGISTERS),
         Tile("dQ", br, d, 4, REGISTERS),

@@ -2,13 +2,13 @@
 //
 // fa2_backward_keys: a block of threads owns Bc = 128 keys of one key head and runs over the Q blocks of all query heads that share it.
 // One warpgroup copies (tensor maps), two compute: each of these owns 64 of the keys, with dK and dV in registers. Everything is transposed,
-// S^T = K Q^T and dP^T = V dO^T, so that P^T and dS^T are factors of dV += P^T dO and dK += dS^T Q where they are, in registers. Only dS
-// goes to shared memory, for dQ_i = dS K, which is added to float32 sums in device memory, in the order in which the registers hold it.
-// dK is a step behind, dQ two, so that there are products under way while P and dS are computed, and no warpgroup waits for the other.
-// On chip:  K (Bc, d), V (Bc, dv), three Q (Br, d), two or three dO (Br, dv), three dS (Bc, Br) in 16 bits; lse and delta (Br) of each dO, barriers;
-//           in registers S, dP (Bc, Br), dK (Bc, d), dV (Bc, dv), dQ (Br, d).
+// S^T = K Q^T and dP^T = V dO^T, so that P^T is a factor of dV += P^T dO where it is, in registers. dS^T goes to shared memory, as a factor
+// of dK += dS^T Q and of dQ_i = dS K, in which both warpgroups' keys have a share. dQ_i is added to float32 sums in device memory, in the
+// order in which the registers hold it. Products with dO are under way while P and dS are computed, those with Q while dQ is added.
+// On chip:  K (Bc, d), V (Bc, dv), three Q (Br, d), three dO (Br, dv), two dS^T (Bc, Br) in 16 bits; three lse and delta (Br), barriers;
+//           in registers S (Bc, Br), dP (Bc, 64), dK (Bc, d), dV (Bc, dv), dQ (Br, d).
 //
-// fa2_backward_finish: dQ = scale * those sums, rows by rows.
+// fa2_backward_finish: dQ = scale * those sums, row by row.
 //
 // Scores are plain ones: what hides keys is a band, and lengths. Rows and keys past the lengths are zeros on chip, so that products with
 // them are, too: of such a row, lse is +infinity, hence P = 0; such a key is hidden as the band hides others.
@@ -20,12 +20,15 @@
 #include "padding.cuh"
 #include "hopper.cuh"
 
-constexpr bool V_IN_REGISTERS = false;  // a factor that stays, where there are registers for it
+// Of factors that may be in shared memory or in registers: dS^T in registers would have to wait for dK before S of the next step begins; V is
+// where registers are left for it.
+#define DS_FROM_SHARED 1
+constexpr bool V_IN_REGISTERS = BR == 128;
 
 constexpr int WARP_LANES = 32, WARPS = WARPGROUP / WARP_LANES;  // of a warpgroup
 constexpr int COMPUTING = 2, KEYS = BC / COMPUTING;             // warpgroups, and the keys of each
 constexpr int KEYS_THREADS = (1 + COMPUTING) * WARPGROUP;
-constexpr int STAGES = 3, O_STAGES = BR == 128 ? 2 : 3, S_STAGES = 3;  // of Q, of dO, of dS on chip
+constexpr int STAGES = 3, S_STAGES = 2;  // of Q and dO on chip; of dS
 constexpr int TO_D = ceil_div(D, SLAB) * SLAB, TO_V = ceil_div(DV, SLAB) * SLAB;
 constexpr int PART = 64, PARTS = BR / PART;  // rows that dP has at a time
 constexpr int SUM = 16;  // products that a matrix product of a warpgroup sums
@@ -35,17 +38,15 @@ static_assert(KEYS == 64 && BR % SLAB == 0 && ALIGNED && D % 8 == 0 && DV % 8 ==
 constexpr bool BY_COLUMNS = BR == 64 && TO_D == 128, BY_ROWS = BR == 128 && TO_D == 64, BY_KEYS = !BY_COLUMNS && !BY_ROWS;
 constexpr int DQ_COLUMNS = BY_COLUMNS ? TO_D / 2 : TO_D;
 static_assert(!BY_KEYS || BR == 64, "all rows");
-static_assert(DQ_COLUMNS == PART, "dQ and dP have the same registers");
 constexpr int PATCH = 64 * DQ_COLUMNS;          // numbers of it
 constexpr int PATCHES = BR * TO_D / PATCH;      // in a block of rows
 constexpr int LANE_NUMBERS = 4;                 // neighbouring numbers of a lane there
 
 // Where things are on chip, in bytes.
 constexpr int AT_K = 0, AT_V = AT_K + BC * TO_D * 2, AT_Q = AT_V + BC * TO_V * 2, AT_DO = AT_Q + STAGES * BR * TO_D * 2;
-constexpr int AT_DS = AT_DO + O_STAGES * BR * TO_V * 2, AT_LSE = AT_DS + S_STAGES * BC * BR * 2;
-constexpr int AT_DELTA = AT_LSE + O_STAGES * BR * 4, AT_BARRIERS = AT_DELTA + O_STAGES * BR * 4;
-constexpr int K_THERE = 0, V_THERE = 1, Q_THERE = 2, Q_READ = Q_THERE + STAGES, O_THERE = Q_READ + STAGES, O_READ = O_THERE + O_STAGES;
-constexpr int S_THERE = O_READ + O_STAGES, S_READ = S_THERE + S_STAGES, BARRIERS = S_READ + S_STAGES;
+constexpr int AT_DS = AT_DO + STAGES * BR * TO_V * 2, AT_LSE = AT_DS + S_STAGES * BC * BR * 2;
+constexpr int AT_DELTA = AT_LSE + STAGES * BR * 4, AT_BARRIERS = AT_DELTA + STAGES * BR * 4;
+constexpr int K_THERE = 0, V_THERE = 1, Q_THERE = 2, O_THERE = Q_THERE + STAGES, READ = O_THERE + STAGES, BARRIERS = READ + STAGES;
 static_assert(AT_BARRIERS + BARRIERS * 8 == TILE_BYTES, "tiling.py and this file disagree on what is on chip");
 
 constexpr int MAP_Q = 0, MAP_K = 1, MAP_V = 2, MAP_DO = 3;
@@ -97,17 +98,17 @@ __device__ __forceinline__ float* sums_of_head(const Call& call, long long b, lo
     return call.sums + (b * call.Hq + h) * blocks_of_head(call) * (BR * TO_D);
 }
 
-// Which of COUNT stages is next, and the parity of the phase that its barriers are in.
-template <int COUNT> struct Ring {
+// Which stage is next, and the parity of the phase that its barriers are in.
+struct Ring {
     int stage = 0, parity = 0;
     __device__ __forceinline__ void next()
     {
-        if (++stage == COUNT)
+        if (++stage == STAGES)
             stage = 0, parity ^= 1;
     }
 };
 
-// ---- the warps that copy ----------------------------------------------------------------------------------------------------
+// ---- the warps that copy ---------------------------------------------------------------------------------------------------
 
 // All slabs of a box.
 template <int ROWS, int COLUMNS>
@@ -126,25 +127,21 @@ __device__ __forceinline__ void copy_all(const MappedCall& argument, const Work&
         arrive_expecting(barriers + K_THERE, BC * TO_D * 2);
         copy_slabs<BC, TO_D>(on_chip + AT_K, argument.map[MAP_K], barriers + K_THERE, work.k_start + work.j0, work.h, work.slot);
     }
-    Ring<STAGES> to_q;
-    Ring<O_STAGES> to_o;
+    Ring to;
     int h = work.h * ((int)call.Hq / (int)call.Hkv), i0 = work.i_low;
     for (int steps = work.steps; steps > 0; steps--) {
         // Q_i, dO_i, and V before the first
-        Barrier *const q_there = barriers + Q_THERE + to_q.stage, *const o_there = barriers + O_THERE + to_o.stage;
-        await(barriers + Q_READ + to_q.stage, to_q.parity ^ 1);
+        Barrier *const q_there = barriers + Q_THERE + to.stage, *const o_there = barriers + O_THERE + to.stage;
+        await(barriers + READ + to.stage, to.parity ^ 1);
         if (y == 0) {
             arrive_expecting(q_there, BR * TO_D * 2);
-            copy_slabs<BR, TO_D>(on_chip + AT_Q + to_q.stage * BR * TO_D * 2, argument.map[MAP_Q], q_there, work.q_start + i0, h, work.slot);
+            copy_slabs<BR, TO_D>(on_chip + AT_Q + to.stage * BR * TO_D * 2, argument.map[MAP_Q], q_there, work.q_start + i0, h, work.slot);
             if (steps == work.steps) {
                 arrive_expecting(barriers + V_THERE, BC * TO_V * 2);
                 copy_slabs<BC, TO_V>(on_chip + AT_V, argument.map[MAP_V], barriers + V_THERE, work.k_start + work.j0, work.h, work.slot);
             }
-        }
-        await(barriers + O_READ + to_o.stage, to_o.parity ^ 1);
-        if (y == 0) {
             arrive_expecting(o_there, BR * TO_V * 2);
-            copy_slabs<BR, TO_V>(on_chip + AT_DO + to_o.stage * BR * TO_V * 2, argument.map[MAP_DO], o_there, work.q_start + i0, h, work.slot);
+            copy_slabs<BR, TO_V>(on_chip + AT_DO + to.stage * BR * TO_V * 2, argument.map[MAP_DO], o_there, work.q_start + i0, h, work.slot);
         }
 
         // lse in units of exp2, and delta, of a row for each thread. A row that sees nothing has P = 0, and one that does not exist.
@@ -153,11 +150,11 @@ __device__ __forceinline__ void copy_all(const MappedCall& argument, const Work&
             lse = *row_of(call.lse, work.slot, h, work.q_start + i0 + y);
             delta = *row_of(call.delta, work.slot, h, work.q_start + i0 + y);
         }
-        ((float*)(on_chip + AT_LSE))[to_o.stage * BR + y] = lse == -INFINITE ? INFINITE : lse * LOG2E;
-        ((float*)(on_chip + AT_DELTA))[to_o.stage * BR + y] = delta;
+        ((float*)(on_chip + AT_LSE))[to.stage * BR + y] = lse == -INFINITE ? INFINITE : lse * LOG2E;
+        ((float*)(on_chip + AT_DELTA))[to.stage * BR + y] = delta;
         arrive(o_there);
 
-        to_q.next(), to_o.next();
+        to.next();
         if ((i0 += BR) >= work.i_high)
             i0 = work.i_low, h++;
     }
@@ -231,43 +228,25 @@ __device__ __forceinline__ void store_rows(
     }
 }
 
-// What a warpgroup has of its keys, while it goes through the rows.
-struct Keys {
-    const Call& call;
-    const Work& work;
-    unsigned char* const on_chip;
-    Barrier* const barriers;
-    const int lane, warp, mine, first_key;
-    float dK[TO_D / 2], dV[TO_V / 2], scale;
-    // Of the lane's two keys: the rows that see them, none if the key does not exist. All rows from plain_from on, before plain_to, see all of
-    // the warpgroup's keys, or do not exist.
-    int first[2], count[2], plain_from, plain_to;
-    bool rows_follow;  // copies read what follows the rows of a sequence
-    float* sums;       // of dQ
-    long long between;  // those of one head and those of the next
-    int i0, i0_dQ;      // rows of this step, and those that dQ is next of
-    Ring<STAGES> at;
-    Ring<2> at_two;
-    const unsigned long long memory;
-    unsigned V_mine[V_IN_REGISTERS ? TO_V / SUM : 1][4], P[BR / SUM][4];
-
-    __device__ __forceinline__ Keys(const Call& call, const Work& work, unsigned char* on_chip, Barrier* barriers)
-        : call(call), work(work), on_chip(on_chip), barriers(barriers), lane(threadIdx.x % WARP_LANES), warp(threadIdx.x / WARP_LANES % WARPS),
-          mine(__shfl_sync(WARP, (int)(threadIdx.x / WARPGROUP) - 1, 0)), first_key(mine * KEYS), memory(factor(on_chip))
-    {
+__device__ __forceinline__ void compute_all(const Call& call, const Work& work, unsigned char* on_chip, Barrier* barriers)
+{
+    const int lane = threadIdx.x % WARP_LANES, warp = threadIdx.x / WARP_LANES % WARPS;
+    const int mine = __shfl_sync(WARP, (int)(threadIdx.x / WARPGROUP) - 1, 0), first_key = mine * KEYS;
+    float dK[TO_D / 2], dV[TO_V / 2];
 #pragma unroll
-        for (int n = 0; n < TO_D / 2; n++)
-            dK[n] = 0.0f;
+    for (int n = 0; n < TO_D / 2; n++)
+        dK[n] = 0.0f;
 #pragma unroll
-        for (int n = 0; n < TO_V / 2; n++)
-            dV[n] = 0.0f;
-    }
+    for (int n = 0; n < TO_V / 2; n++)
+        dV[n] = 0.0f;
 
-    __device__ __forceinline__ void begin()
-    {
-        scale = (float)(call.scale * (double)LOG2E);
+    if (work.steps > 0) {
+        const float scale = (float)(call.scale * (double)LOG2E);
         const int q_length = work.q_length, left = (int)least(work.kv_length - work.j0, BC);  // keys of the block
-        plain_from = 0, plain_to = first_key + KEYS <= left ? q_length + BR : 0;
+        // Of the lane's two keys: the rows that see them, none if the key does not exist. All rows from plain_from on, before plain_to, see
+        // all of the warpgroup's keys, or do not exist.
+        int first[2], count[2];
+        int plain_from = 0, plain_to = first_key + KEYS <= left ? q_length + BR : 0;
 #pragma unroll
         for (int e = 0; e < 2; e++) {
             const int y = first_key + 16 * warp + lane / 4 + 8 * e;
@@ -283,278 +262,203 @@ struct Keys {
             plain_from = (int)clamp(j + KEYS - 1 - call.band_upper, 0, q_length + BR);
             plain_to = (int)least(plain_to, clamp(j - call.band_lower + 1, 0, q_length + BR));
         }
-        rows_follow = work.q_start + q_length < call.rows_q;
-        sums = sums_of_head(call, work.b, work.h * (call.Hq / call.Hkv), work.q_start) + (long long)(work.i_low / BR) * (BR * TO_D) +
-               (BY_KEYS ? 0 : mine * PATCH) + (warp * (DQ_COLUMNS / 8) * WARP_LANES + lane) * LANE_NUMBERS;
-        between = (blocks_of_head(call) - (work.i_high - work.i_low + BR - 1) / BR) * (BR * TO_D);
-        i0 = i0_dQ = work.i_low;
+        // Copies read what follows the rows of a sequence if there is something
+        const bool rows_follow = work.q_start + q_length < call.rows_q, keys_follow = work.k_start + work.kv_length < call.rows_k;
+        float* sums = sums_of_head(call, work.b, work.h * (call.Hq / call.Hkv), work.q_start) + (long long)(work.i_low / BR) * (BR * TO_D) +
+                      (BY_KEYS ? 0 : mine * PATCH) + (warp * (DQ_COLUMNS / 8) * WARP_LANES + lane) * LANE_NUMBERS;
+
+        const unsigned long long K = factor(on_chip + AT_K + first_key * SLAB_ROW), V = factor(on_chip + AT_V + first_key * SLAB_ROW);
+        const unsigned long long K_across =
+            factor(on_chip + AT_K + (BY_COLUMNS ? mine * BC * SLAB_ROW : BY_KEYS ? first_key * SLAB_ROW : 0), BC * SLAB_ROW);
+        const unsigned long long Q = factor(on_chip + AT_Q), Q_across = factor(on_chip + AT_Q, BR * SLAB_ROW);
+        const unsigned long long dO = factor(on_chip + AT_DO), dO_across = factor(on_chip + AT_DO, BR * SLAB_ROW);
+        const unsigned long long dS_across =
+            factor(on_chip + AT_DS + (BY_ROWS ? mine * BC * SLAB_ROW : BY_KEYS ? first_key * SLAB_ROW : 0), BC * SLAB_ROW);
+        const unsigned long long dS_mine = factor(on_chip + AT_DS + first_key * SLAB_ROW);
+
+        Ring at;
+        int i0 = work.i_low, last = -1;
 
         await(barriers + K_THERE, 0);
         await(barriers + V_THERE, 0);
-        if (work.k_start + work.kv_length < call.rows_k && left < BC) {  // copies have read what follows
+        if (keys_follow && left < BC) {
             clear_rows<BC, TO_D>(on_chip + AT_K, left);
             clear_rows<BC, TO_V>(on_chip + AT_V, left);
             fence_shared();
             all_meet();
         }
+
+        unsigned V_mine[V_IN_REGISTERS ? TO_V / SUM : 1][4];
         if constexpr (V_IN_REGISTERS) {
 #pragma unroll
             for (int n = 0; n < TO_V / SUM; n++)
                 load_factor<BC>(V_mine[n], on_chip + AT_V, first_key, n);
         }
-    }
 
-    // A factor in slabs `bytes` from the start of shared memory; transposed, if a slab's bytes are said.
-    __device__ __forceinline__ unsigned long long slabs(int bytes, int slab_bytes = 16) const
-    {
-        const unsigned first = once_more((unsigned)memory);  // what follows from it is not worth a register for the whole loop
-        return moved((memory & 0xFFFFFFFF00000000ull) | (first + ((unsigned)((slab_bytes - 16) >> 4) << 16)), bytes);
-    }
+        for (int steps = work.steps; steps > 0; steps--) {
+            const bool rows_end = rows_follow && i0 + BR > q_length;
+            unsigned char* const tile = on_chip + AT_DS + steps % S_STAGES * (BC * BR * 2);
+            const int of_q = at.stage * (BR * TO_D * 2 >> 4), of_o = at.stage * (BR * TO_V * 2 >> 4);
+            const int of_s = steps % S_STAGES * (BC * BR * 2 >> 4);
 
-    // dQ_i = dS K
-    __device__ __forceinline__ void begin_dQ(float (&dQ)[DQ_COLUMNS / 2], int of_s)
-    {
-        const unsigned long long dS = slabs(AT_DS + (BY_ROWS ? mine * BC * SLAB_ROW : BY_KEYS ? first_key * SLAB_ROW : 0) + of_s, BC * SLAB_ROW);
-        const unsigned long long K = slabs(AT_K + (BY_COLUMNS ? mine * BC * SLAB_ROW : BY_KEYS ? first_key * SLAB_ROW : 0), BC * SLAB_ROW);
-        fence_products();
-#pragma unroll
-        for (int n = 0; n < (BY_KEYS ? KEYS : BC) / SUM; n++)
-            multiply_ss<DQ_COLUMNS, true, true>(dQ, moved(dS, n * ROW_STEP), moved(K, n * ROW_STEP), n > 0);
-        commit_products();
-    }
-
-    // dK += dS^T Q
-    __device__ __forceinline__ void begin_dK(int of_s, int of_q)
-    {
-        const unsigned long long dS = slabs(AT_DS + first_key * SLAB_ROW + of_s), Q = slabs(AT_Q + of_q, BR * SLAB_ROW);
-        fence_products();
-#pragma unroll
-        for (int n = 0; n < BR / SUM; n++)
-            multiply_ss<TO_D, false, true>(dK, moved(dS, column_step<BC>(n)), moved(Q, n * ROW_STEP), true);
-        commit_products();
-    }
-
-    // dP^T = V dO^T, 64 rows
-    __device__ __forceinline__ void begin_dP(float (&dP)[PART / 2], int r, int of_o)
-    {
-        const unsigned long long V = slabs(AT_V + first_key * SLAB_ROW), dO = slabs(AT_DO + of_o + r * PART * SLAB_ROW);
-        fence_products();
-#pragma unroll
-        for (int n = 0; n < TO_V / SUM; n++) {
-            if constexpr (V_IN_REGISTERS)
-                multiply_rs<PART>(dP, V_mine[n], moved(dO, column_step<BR>(n)), n > 0);
-            else
-                multiply_ss<PART>(dP, moved(V, column_step<BC>(n)), moved(dO, column_step<BR>(n)), n > 0);
-        }
-        commit_products();
-    }
-
-    __device__ __forceinline__ void add_dQ(const float (&dQ)[DQ_COLUMNS / 2])
-    {
-#pragma unroll
-        for (int n = 0; n < DQ_COLUMNS / 8; n++)
-            atomicAdd(reinterpret_cast<float4*>(sums + n * WARP_LANES * LANE_NUMBERS),
-                      make_float4(dQ[4 * n], dQ[4 * n + 1], dQ[4 * n + 2], dQ[4 * n + 3]));
-        sums += BR * TO_D;
-        if ((i0_dQ += BR) >= work.i_high) {  // the rows that are next are another head's
-            i0_dQ = work.i_low;
-            sums += between;
-        }
-    }
-
-    // Zeros where a row does not see a key. Column 8 (n / 4) + n % 2 after the lane's first is the row, counted from i0.
-    __device__ __forceinline__ void hide(float (&S)[BR / 2], int r) const
-    {
-#pragma unroll
-        for (int n = 0; n < PART / 2; n++)
-            if ((unsigned)(i0 - first[n / 2 % 2] + r * PART + 8 * (n / 4) + n % 2) >= (unsigned)count[n / 2 % 2])
-                S[r * (PART / 2) + n] = 0.0f;
-    }
-
-    // P = exp(S - lse) for 64 rows, at most 1 whatever was rounded; NaN stays NaN.
-    __device__ __forceinline__ void take_powers(float (&S)[BR / 2], int r, bool plain) const
-    {
-        const float2* const lse = (const float2*)(on_chip + AT_LSE) + o_stage() * (BR / 2) + r * (PART / 2) + lane % 4;
-#pragma unroll
-        for (int n = 0; n < PART / 2; n++) {
-            const float minus = n % 2 ? -lse[n / 4 * 4].y : -lse[n / 4 * 4].x;
-            float& x = S[r * (PART / 2) + n];
-            x = exp2_approximately(least_or_nan(fmaf(x, scale, minus), 0.0f));
-        }
-        if (!plain)
-            hide(S, r);
-    }
-
-    // Stages and parities: of dO, of which there may be two; those of the step before; that of dS two steps before.
-    __device__ __forceinline__ int o_stage() const { return O_STAGES == 2 ? at_two.stage : at.stage; }
-    __device__ __forceinline__ int o_parity() const { return O_STAGES == 2 ? at_two.parity : at.parity; }
-    __device__ __forceinline__ int o_before() const { return O_STAGES == 2 ? at_two.stage ^ 1 : before(); }
-    __device__ __forceinline__ int before() const { return at.stage == 0 ? 2 : at.stage - 1; }
-    __device__ __forceinline__ int two_before() const { return at.stage == 2 ? 0 : at.stage + 1; }
-    __device__ __forceinline__ int parity_two_before() const { return at.stage == 2 ? at.parity : at.parity ^ 1; }
-
-    // The products of the steps before have read what the copies and dS may have now; by one lane of each warp.
-    __device__ __forceinline__ void release(int barrier)
-    {
-        if (lane == 0)
-            arrive(barriers + barrier);
-    }
-
-    // S, P, dP, dS and dV of a block of rows; dK of the step before and dQ of the one before that, of those steps that there were: AGE is how many,
-    // at most two.
-    template <int AGE> __device__ __forceinline__ void step()
-    {
-        const bool rows_end = rows_follow && i0 + BR > work.q_length;
-        float S[BR / 2], X[PART / 2];  // X: dQ, then dP, in the same registers
-
-        // S^T = K Q^T
-        await(barriers + Q_THERE + at.stage, at.parity);
-        if (rows_end) {
-            clear_rows<BR, TO_D>(on_chip + AT_Q + at.stage * BR * TO_D * 2, work.q_length - i0);
-            fence_shared();
-            all_meet();
-        }
-        {
-            const unsigned long long K = slabs(AT_K + first_key * SLAB_ROW), Q = slabs(AT_Q + at.stage * (BR * TO_D * 2));
+            // S^T = K Q^T
+            float S[BR / 2];
+            await(barriers + Q_THERE + at.stage, at.parity);
+            if (rows_end) {
+                clear_rows<BR, TO_D>(on_chip + AT_Q + at.stage * BR * TO_D * 2, q_length - i0);
+                fence_shared();
+                all_meet();
+            }
             fence_products();
 #pragma unroll
             for (int n = 0; n < TO_D / SUM; n++)
-                multiply_ss<BR>(S, moved(K, column_step<BC>(n)), moved(Q, column_step<BR>(n)), n > 0);
+                multiply_ss<BR>(S, moved(K, column_step<BC>(n)), moved(Q, column_step<BR>(n)) + of_q, n > 0);
             commit_products();
-        }
-        if constexpr (AGE > 1) {
-            await(barriers + S_THERE + two_before(), parity_two_before());
-            begin_dQ(X, two_before() * (BC * BR * 2));
-        }
-        if constexpr (AGE > 0)
-            begin_dK(before() * (BC * BR * 2), before() * (BR * TO_D * 2));
 
-        await(barriers + O_THERE + o_stage(), o_parity());
-        if (rows_end) {
-            clear_rows<BR, TO_V>(on_chip + AT_DO + o_stage() * BR * TO_V * 2, work.q_length - i0);
-            fence_shared();
-            all_meet();
-        }
-        await_products<AGE>();  // S, and dV of the step before
-        if constexpr (AGE > 0) {
-            keep(P);
-            release(O_READ + o_before());
-        }
-
-        // P
-        const bool plain = i0 >= plain_from && i0 + BR <= plain_to;
+            // dP^T = V dO^T, 64 rows at a time
+            float dP[PART / 2];
+            const auto begin_dP = [&](int r) {
+                fence_products();
 #pragma unroll
-        for (int r = 0; r < PARTS; r++)
-            take_powers(S, r, plain);
-#pragma unroll
-        for (int n = 0; n < BR / SUM; n++)
-            to_factor(P[n], S, n);
-        if constexpr (AGE > 1) {
-            await_products<1>();  // dQ
-            add_dQ(X);
-            release(S_READ + two_before());  // its dK is done, too
-        }
-
-        // dS = P (dP - delta)
-        await(barriers + S_READ + at.stage, at.parity ^ 1);
-        unsigned char* const tile = on_chip + AT_DS + at.stage * (BC * BR * 2);
-#pragma unroll
-        for (int r = 0; r < PARTS; r++) {  // 64 rows at a time
-            begin_dP(X, r, o_stage() * (BR * TO_V * 2));
-            await_products<0>();
-            if (AGE > 0 && r == 0)
-                release(Q_READ + before());  // dK of the step before
-            const float2* const delta = (const float2*)(on_chip + AT_DELTA) + o_stage() * (BR / 2) + r * (PART / 2) + lane % 4;
-#pragma unroll
-            for (int n = 0; n < PART / 2; n++)
-                S[r * (PART / 2) + n] *= X[n] - (n % 2 ? delta[n / 4 * 4].y : delta[n / 4 * 4].x);
-            if (!plain)
-                hide(S, r);
-#pragma unroll
-            for (int n = r * (PART / SUM); n < (r + 1) * (PART / SUM); n++) {
-                unsigned dS[4];
-                to_factor(dS, S, n);
-                store_factor<BC>(tile, first_key, n, dS);
+                for (int n = 0; n < TO_V / SUM; n++) {
+                    const unsigned long long rows = moved(dO, r * PART * SLAB_ROW + column_step<BR>(n)) + of_o;
+                    if constexpr (V_IN_REGISTERS)
+                        multiply_rs<PART>(dP, V_mine[n], rows, n > 0);
+                    else
+                        multiply_ss<PART>(dP, moved(V, column_step<BC>(n)), rows, n > 0);
+                }
+                commit_products();
+            };
+            await(barriers + O_THERE + at.stage, at.parity);
+            if (rows_end) {
+                clear_rows<BR, TO_V>(on_chip + AT_DO + at.stage * BR * TO_V * 2, q_length - i0);
+                fence_shared();
+                all_meet();
             }
-        }
-        fence_shared();
-        __syncwarp();
-        release(S_THERE + at.stage);
+            begin_dP(0);
+            await_products<1>();  // S, and dK of the step before
+            if (last >= 0 && lane == 0)
+                arrive(barriers + READ + last);
 
-        // dV += P^T dO
-        {
-            const unsigned long long dO = slabs(AT_DO + o_stage() * (BR * TO_V * 2), BR * SLAB_ROW);
+            const bool plain = i0 >= plain_from && i0 + BR <= plain_to;
+            unsigned P[BR / SUM][4];
+#if !DS_FROM_SHARED
+            unsigned dS[BR / SUM][4];
+#endif
+#pragma unroll
+            for (int r = 0; r < PARTS; r++) {
+                // P = exp(S - lse), at most 1 whatever was rounded; NaN stays NaN
+                const float2* const lse = (const float2*)(on_chip + AT_LSE) + at.stage * (BR / 2) + r * (PART / 2) + lane % 4;
+                float x[PART / 2];
+#pragma unroll
+                for (int n = 0; n < PART / 2; n++) {
+                    const float minus = n % 2 ? -lse[n / 4 * 4].y : -lse[n / 4 * 4].x;
+                    x[n] = exp2_approximately(smaller_or_nan(fmaf(S[r * (PART / 2) + n], scale, minus), 0.0f));
+                }
+                // Column 8 (n / 4) + n % 2 after the lane's first is the row, counted from i0
+                const auto hide = [&](float (&x)[PART / 2]) {
+#pragma unroll
+                    for (int n = 0; n < PART / 2; n++)
+                        if ((unsigned)(i0 - first[n / 2 % 2] + r * PART + 8 * (n / 4) + n % 2) >= (unsigned)count[n / 2 % 2])
+                            x[n] = 0.0f;
+                };
+                if (!plain)
+                    hide(x);
+                await_products<0>();  // dP
+
+                // dV += P^T dO
+#pragma unroll
+                for (int n = 0; n < PART / SUM; n++)
+                    to_factor(P[r * (PART / SUM) + n], x, n);
+                fence_products();
+#pragma unroll
+                for (int n = 0; n < PART / SUM; n++)
+                    multiply_rs<TO_V, true>(dV, P[r * (PART / SUM) + n], moved(dO_across, r * PART * SLAB_ROW + n * ROW_STEP) + of_o, true);
+                commit_products();
+
+                // dS = P (dP - delta)
+                const float2* const delta = (const float2*)(on_chip + AT_DELTA) + at.stage * (BR / 2) + r * (PART / 2) + lane % 4;
+#pragma unroll
+                for (int n = 0; n < PART / 2; n++)
+                    x[n] *= dP[n] - (n % 2 ? delta[n / 4 * 4].y : delta[n / 4 * 4].x);
+                if (!plain)
+                    hide(x);
+#pragma unroll
+                for (int n = 0; n < PART / SUM; n++) {
+#if DS_FROM_SHARED
+                    unsigned dS[1][4];
+                    to_factor(dS[0], x, n);
+                    store_factor<BC>(tile, first_key, r * (PART / SUM) + n, dS[0]);
+#else
+                    to_factor(dS[r * (PART / SUM) + n], x, n);
+                    store_factor<BC>(tile, first_key, r * (PART / SUM) + n, dS[r * (PART / SUM) + n]);
+#endif
+                }
+                if (r + 1 < PARTS)
+                    begin_dP(r + 1);
+            }
+            fence_shared();
+            all_meet();  // dS is there; no thread reads that of the step before the last any more
+
+            // dQ_i = dS K
+            float dQ[DQ_COLUMNS / 2];
             fence_products();
 #pragma unroll
-            for (int n = 0; n < BR / SUM; n++)
-                multiply_rs<TO_V, true>(dV, P[n], moved(dO, n * ROW_STEP), true);
+            for (int n = 0; n < (BY_KEYS ? KEYS : BC) / SUM; n++)
+                multiply_ss<DQ_COLUMNS, true, true>(dQ, moved(dS_across, n * ROW_STEP) + of_s, moved(K_across, n * ROW_STEP), n > 0);
             commit_products();
-        }
-        meet(WARPGROUP_MEETS + mine, WARPGROUP);  // dS of all its warps is there, for dK
-        at.next(), at_two.next();
-        i0 += BR;
-        if (i0 >= work.i_high)
-            i0 = work.i_low;
-    }
 
-    // dQ of the last two steps, dK of the last.
-    __device__ __forceinline__ void end()
-    {
-        float X[DQ_COLUMNS / 2];
-        begin_dK(before() * (BC * BR * 2), before() * (BR * TO_D * 2));
-        for (int left = work.steps > 1 ? 2 : 1; left > 0; left--) {
-            const int stage = left == 2 ? two_before() : before(), parity = left == 2 ? parity_two_before() : at.parity ^ (at.stage == 0);
-            await(barriers + S_THERE + stage, parity);
-            begin_dQ(X, stage * (BC * BR * 2));
+            // dK += dS^T Q
+#pragma unroll
+            for (int n = 0; n < BR / SUM; n++)
+#if DS_FROM_SHARED
+                multiply_ss<TO_D, false, true>(dK, moved(dS_mine, column_step<BC>(n)) + of_s, moved(Q_across, n * ROW_STEP) + of_q, true);
+#else
+                multiply_rs<TO_D, true>(dK, dS[n], moved(Q_across, n * ROW_STEP) + of_q, true);
+#endif
+            commit_products();
+            await_products<1>();  // dV, dQ
+#pragma unroll
+            for (int n = 0; n < DQ_COLUMNS / 8; n++)
+                atomicAdd(reinterpret_cast<float4*>(sums + n * WARP_LANES * LANE_NUMBERS),
+                          make_float4(dQ[4 * n], dQ[4 * n + 1], dQ[4 * n + 2], dQ[4 * n + 3]));
+#if !DS_FROM_SHARED
             await_products<0>();
-            add_dQ(X);
+#endif
+            last = at.stage;
+            at.next();
+            i0 += BR, sums += BR * TO_D;
+            if (i0 >= work.i_high) {
+                i0 = work.i_low;
+                sums += (blocks_of_head(call) - (work.i_high - work.i_low + BR - 1) / BR) * (BR * TO_D);
+            }
         }
-        keep(P);
+        await_products<0>();  // dK
         all_meet();  // no thread reads K and V any more
     }
 
     // Write dK_j, dV_j, by way of where K and V were. Keys of padding have 0.
-    __device__ __forceinline__ void store()
-    {
-        const float factor_of_dK = (float)call.scale;
+    const float scale = (float)call.scale;
 #pragma unroll
-        for (int n = 0; n < TO_D / SUM; n++) {
-            unsigned x[4];
+    for (int n = 0; n < TO_D / SUM; n++) {
+        unsigned x[4];
 #pragma unroll
-            for (int e = 0; e < 4; e++)
-                x[e] = pair(dK[8 * n + 2 * e] * factor_of_dK, dK[8 * n + 2 * e + 1] * factor_of_dK);
-            store_factor<BC>(on_chip + AT_K, first_key, n, x);
-        }
-#pragma unroll
-        for (int n = 0; n < TO_V / SUM; n++) {
-            unsigned x[4];
-            to_factor(x, dV, n);
-            store_factor<BC>(on_chip + AT_V, first_key, n, x);
-        }
-        meet(WARPGROUP_MEETS + mine, WARPGROUP);
-        const int j = work.j0 + first_key, exist = (int)(PACKED ? work.kv_length : call.Tk) - j, full = work.kv_length - j;
-        elem* const dk = row_of(call.dk, work.slot, work.h, work.k_start + j);
-        elem* const dv = row_of(call.dv, work.slot, work.h, work.k_start + j);
-        store_rows<BC, TO_D, D, WARPGROUP>(dk, call.dk.row, on_chip + AT_K, first_key, KEYS, exist, full);
-        store_rows<BC, TO_V, DV, WARPGROUP>(dv, call.dv.row, on_chip + AT_V, first_key, KEYS, exist, full);
+        for (int e = 0; e < 4; e++)
+            x[e] = pair(dK[8 * n + 2 * e] * scale, dK[8 * n + 2 * e + 1] * scale);
+        store_factor<BC>(on_chip + AT_K, first_key, n, x);
     }
-};
-
-__device__ __forceinline__ void compute_all(const Call& call, const Work& work, unsigned char* on_chip, Barrier* barriers)
-{
-    Keys keys(call, work, on_chip, barriers);
-    if (work.steps > 0) {
-        keys.begin();
-        keys.step<0>();
-        if (work.steps > 1) {
-            keys.step<1>();
-#pragma unroll 1
-            for (int steps = work.steps - 2; steps > 0; steps--)
-                keys.step<2>();
-        }
-        keys.end();
+#pragma unroll
+    for (int n = 0; n < TO_V / SUM; n++) {
+        unsigned x[4];
+        to_factor(x, dV, n);
+        store_factor<BC>(on_chip + AT_V, first_key, n, x);
     }
-    keys.store();
+    meet(WARPGROUP_MEETS + mine, WARPGROUP);
+    const int j = work.j0 + first_key, exist = (int)(PACKED ? work.kv_length : call.Tk) - j, full = work.kv_length - j;
+    elem* const dk = row_of(call.dk, work.slot, work.h, work.k_start + j);
+    elem* const dv = row_of(call.dv, work.slot, work.h, work.k_start + j);
+    store_rows<BC, TO_D, D, WARPGROUP>(dk, call.dk.row, on_chip + AT_K, first_key, KEYS, exist, full);
+    store_rows<BC, TO_V, DV, WARPGROUP>(dv, call.dv.row, on_chip + AT_V, first_key, KEYS, exist, full);
 }
 
 extern "C" __global__ void __launch_bounds__(KEYS_THREADS, 1) fa2_backward_keys(const __grid_constant__ MappedCall argument)
@@ -572,15 +476,8 @@ extern "C" __global__ void __launch_bounds__(KEYS_THREADS, 1) fa2_backward_keys(
         init_barrier(barriers + V_THERE, 1);
         for (int n = 0; n < STAGES; n++) {
             init_barrier(barriers + Q_THERE + n, 1);
-            init_barrier(barriers + Q_READ + n, COMPUTING * WARPS);
-        }
-        for (int n = 0; n < O_STAGES; n++) {
             init_barrier(barriers + O_THERE + n, 1 + BR);  // who begins the copy of dO, and those that wrote lse and delta
-            init_barrier(barriers + O_READ + n, COMPUTING * WARPS);
-        }
-        for (int n = 0; n < S_STAGES; n++) {
-            init_barrier(barriers + S_THERE + n, COMPUTING * WARPS);
-            init_barrier(barriers + S_READ + n, COMPUTING * WARPS);
+            init_barrier(barriers + READ + n, COMPUTING * WARPS);
         }
         fence_barriers();
     }
