@@ -230,7 +230,7 @@ BROKEN = {
     "dP is read early": ("one tile", "await_products<PARTS - 1>();  // this dP", ""),
     "dK is read early": ("one tile", "await_products<0>();  // dK", ""),
     "dQ is read early": ("one tile", "await_products<1>();  // dV, dQ", "await_products<2>();"),
-    "delta is left out": ("one tile", "lses[STAGES * BR + y] = delta;", "lses[STAGES * BR + y] = 0.0f;"),
+    "delta is left out": ("one tile", "BR + y] = delta;", "BR + y] = 0.0f;"),
     "lse is in other units": ("one tile", "lse * LOG2E;", "lse;"),
     "heads of a group share a block of sums": ("groups", "sums += (blocks_of_head(call) -", "sums += (0 -"),
     "sequences share a block of sums": ("packed", "q_start / BR + b)", "q_start / BR)"),

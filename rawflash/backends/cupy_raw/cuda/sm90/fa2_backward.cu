@@ -1,7 +1,7 @@
 // FlashAttention-2, backward pass (Dao 2024, algorithm 2; Chu, Liu and Lin 2026, algorithm 8) for 16-bit inputs on Hopper.
 //
 // fa2_backward_keys: a block of threads owns Bc = 128 keys of one key head and runs over the Q blocks of all query heads that share it.
-// One warp copies (tensor maps), two warpgroups compute: each owns 64 of the keys, with dK and dV in registers. Everything is transposed,
+// One warpgroup copies (tensor maps), two compute: each of these owns 64 of the keys, with dK and dV in registers. Everything is transposed,
 // S^T = K Q^T and dP^T = V dO^T, so that P^T and dS^T are factors of dV += P^T dO and dK += dS^T Q where they are, in registers. Only dS
 // goes to shared memory, for dQ_i = dS K, which is added to float32 sums in device memory, in the order in which the registers hold it.
 // S of the next step is under way while dQ of this one is added.
@@ -46,7 +46,7 @@ constexpr int AT_K = 0, AT_V = AT_K + BC * TO_D * 2, AT_Q = AT_V + BC * TO_V * 2
 constexpr int AT_DS = AT_DO + STAGES * BR * TO_V * 2, AT_LSE = AT_DS + S_STAGES * BC * BR * 2;
 constexpr int AT_DELTA = AT_LSE + STAGES * BR * 4, AT_BARRIERS = AT_DELTA + STAGES * BR * 4;
 constexpr int K_THERE = 0, V_THERE = 1, Q_THERE = 2, O_THERE = Q_THERE + STAGES, READ = O_THERE + STAGES, BARRIERS = READ + STAGES;
-static_assert(AT_DELTA == AT_LSE + STAGES * BR * 4 && AT_BARRIERS + BARRIERS * 8 == TILE_BYTES, "tiling.py and this file disagree on what is on chip");
+static_assert(AT_BARRIERS + BARRIERS * 8 == TILE_BYTES, "tiling.py and this file disagree on what is on chip");
 
 constexpr int MAP_Q = 0, MAP_K = 1, MAP_V = 2, MAP_DO = 3;
 constexpr int ALL_MEET = 1, WARPGROUP_MEETS = 2;  // named barriers: of all that compute, and one of each warpgroup
@@ -107,7 +107,7 @@ struct Ring {
     }
 };
 
-// ---- the warp that copies ---------------------------------------------------------------------------------------------------
+// ---- the warps that copy ---------------------------------------------------------------------------------------------------
 
 // All slabs of a box.
 template <int ROWS, int COLUMNS>
@@ -121,8 +121,8 @@ __device__ __forceinline__ void copy_slabs(unsigned char* to, const TensorMap& m
 __device__ __forceinline__ void copy_all(const MappedCall& argument, const Work& work, unsigned char* on_chip, Barrier* barriers)
 {
     const Call& call = argument.call;
-    const int lane = threadIdx.x;
-    if (lane == 0) {
+    const int y = threadIdx.x;
+    if (y == 0) {
         arrive_expecting(barriers + K_THERE, BC * TO_D * 2);
         copy_slabs<BC, TO_D>(on_chip + AT_K, argument.map[MAP_K], barriers + K_THERE, work.k_start + work.j0, work.h, work.slot);
     }
@@ -132,7 +132,7 @@ __device__ __forceinline__ void copy_all(const MappedCall& argument, const Work&
         // Q_i, dO_i, and V before the first
         Barrier *const q_there = barriers + Q_THERE + to.stage, *const o_there = barriers + O_THERE + to.stage;
         await(barriers + READ + to.stage, to.parity ^ 1);
-        if (lane == 0) {
+        if (y == 0) {
             arrive_expecting(q_there, BR * TO_D * 2);
             copy_slabs<BR, TO_D>(on_chip + AT_Q + to.stage * BR * TO_D * 2, argument.map[MAP_Q], q_there, work.q_start + i0, h, work.slot);
             if (steps == work.steps) {
@@ -143,18 +143,14 @@ __device__ __forceinline__ void copy_all(const MappedCall& argument, const Work&
             copy_slabs<BR, TO_V>(on_chip + AT_DO + to.stage * BR * TO_V * 2, argument.map[MAP_DO], o_there, work.q_start + i0, h, work.slot);
         }
 
-        // lse in units of exp2, and delta. A row that sees nothing has P = 0, and one that does not exist.
-        float* const lses = (float*)(on_chip + AT_LSE) + to.stage * BR;
-#pragma unroll 1
-        for (int y = lane; y < BR; y += WARP_LANES) {
-            float lse = -INFINITE, delta = 0.0f;
-            if (i0 + y < work.q_length) {
-                lse = *row_of(call.lse, work.slot, h, work.q_start + i0 + y);
-                delta = *row_of(call.delta, work.slot, h, work.q_start + i0 + y);
-            }
-            lses[y] = lse == -INFINITE ? INFINITE : lse * LOG2E;
-            lses[STAGES * BR + y] = delta;
+        // lse in units of exp2, and delta, of a row for each thread. A row that sees nothing has P = 0, and one that does not exist.
+        float lse = -INFINITE, delta = 0.0f;
+        if (i0 + y < work.q_length) {
+            lse = *row_of(call.lse, work.slot, h, work.q_start + i0 + y);
+            delta = *row_of(call.delta, work.slot, h, work.q_start + i0 + y);
         }
+        ((float*)(on_chip + AT_LSE))[to.stage * BR + y] = lse == -INFINITE ? INFINITE : lse * LOG2E;
+        ((float*)(on_chip + AT_DELTA))[to.stage * BR + y] = delta;
         arrive(o_there);
 
         to.next();
@@ -473,11 +469,13 @@ extern "C" __global__ void __launch_bounds__(KEYS_THREADS, 1) fa2_backward_keys(
     if (work.j0 >= (PACKED ? work.kv_length : call.Tk))
         return;
     if (threadIdx.x == 0) {
+        for (int n = 0; n < MAPS; n++)
+            prefetch_map(argument.map[n]);
         init_barrier(barriers + K_THERE, 1);
         init_barrier(barriers + V_THERE, 1);
         for (int n = 0; n < STAGES; n++) {
             init_barrier(barriers + Q_THERE + n, 1);
-            init_barrier(barriers + O_THERE + n, 1 + WARP_LANES);  // who begins the copy of dO, and the lanes that wrote lse and delta
+            init_barrier(barriers + O_THERE + n, 1 + BR);  // who begins the copy of dO, and those that wrote lse and delta
             init_barrier(barriers + READ + n, COMPUTING * WARPS);
         }
         fence_barriers();
@@ -485,7 +483,7 @@ extern "C" __global__ void __launch_bounds__(KEYS_THREADS, 1) fa2_backward_keys(
     __syncthreads();  // barriers are there
     if (threadIdx.x < WARPGROUP) {
         give_registers<COPYING_REGISTERS>();
-        if (threadIdx.x < WARP_LANES && work.steps > 0)
+        if (threadIdx.x < BR && work.steps > 0)
             copy_all(argument, work, on_chip, barriers);
     } else {
         take_registers<COMPUTING_REGISTERS>();
