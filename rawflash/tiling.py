@@ -291,7 +291,7 @@ def _wgmma_backward(problem: Problem, chip: Chip) -> Tiles:
         Tile("delta", stages * br, 1, 4),
         Tile("barriers", 2 + 3 * stages, 1, 8),
         Tile("S, P", bc, br, 4, REGISTERS),
-        Tile("dP", bc, br, 4, REGISTERS),
+        Tile("dP", bc, WGMMA_SLAB, 4, REGISTERS),
         Tile("dQ", br, d, 4, REGISTERS),
         Tile("dK", bc, d, 4, REGISTERS),
         Tile("dV", bc, dv, 4, REGISTERS),

@@ -227,7 +227,7 @@ BROKEN = {
     "dS is not waited for": ("one more, d = 64", "all_meet();  // dS is there", "// dS is there"),
     "one block of dS": ("one more", "steps % S_STAGES", "0"),
     "Q is given back early": ("many steps", "barriers + READ + last", "barriers + READ + at.stage"),
-    "dP is read early": ("one tile", "await_products<PARTS - 1>();  // this dP", ""),
+    "dP is read early": ("one tile", "await_products<0>();  // dP\n", "\n"),
     "dK is read early": ("one tile", "await_products<0>();  // dK", ""),
     "dQ is read early": ("one tile", "await_products<1>();  // dV, dQ", "await_products<2>();"),
     "delta is left out": ("one tile", "BR + y] = delta;", "BR + y] = 0.0f;"),

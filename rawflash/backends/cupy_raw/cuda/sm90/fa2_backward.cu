@@ -2,13 +2,13 @@
 //
 // fa2_backward_keys: a block of threads owns Bc = 128 keys of one key head and runs over the Q blocks of all query heads that share it.
 // One warpgroup copies (tensor maps), two compute: each of these owns 64 of the keys, with dK and dV in registers. Everything is transposed,
-// S^T = K Q^T and dP^T = V dO^T, so that P^T and dS^T are factors of dV += P^T dO and dK += dS^T Q where they are, in registers. Only dS
-// goes to shared memory, for dQ_i = dS K, which is added to float32 sums in device memory, in the order in which the registers hold it.
-// S of the next step is under way while dQ of this one is added.
-// On chip:  K (Bc, d), V (Bc, dv), three Q (Br, d), two dO (Br, dv), two dS (Bc, Br) in 16 bits; three lse (Br), two delta (Br), barriers;
-//           in registers S, dP (Bc, Br), dK (Bc, d), dV (Bc, dv), dQ (Br, d).
+// S^T = K Q^T and dP^T = V dO^T, so that P^T is a factor of dV += P^T dO where it is, in registers. dS^T goes to shared memory, as a factor
+// of dK += dS^T Q and of dQ_i = dS K, in which both warpgroups' keys have a share. dQ_i is added to float32 sums in device memory, in the
+// order in which the registers hold it. Products with dO are under way while P and dS are computed, those with Q while dQ is added.
+// On chip:  K (Bc, d), V (Bc, dv), three Q (Br, d), three dO (Br, dv), two dS^T (Bc, Br) in 16 bits; three lse and delta (Br), barriers;
+//           in registers S (Bc, Br), dP (Bc, 64), dK (Bc, d), dV (Bc, dv), dQ (Br, d).
 //
-// fa2_backward_finish: dQ = scale * those sums, rows by rows.
+// fa2_backward_finish: dQ = scale * those sums, row by row.
 //
 // Scores are plain ones: what hides keys is a band, and lengths. Rows and keys past the lengths are zeros on chip, so that products with
 // them are, too: of such a row, lse is +infinity, hence P = 0; such a key is hidden as the band hides others.
@@ -20,7 +20,8 @@
 #include "padding.cuh"
 #include "hopper.cuh"
 
-// Where factors of products come from: V^T and dS^T.
+// Of factors that may be in shared memory or in registers: dS^T in registers would have to wait for dK before S of the next step begins; V is
+// where registers are left for it.
 #define DS_FROM_SHARED 1
 constexpr bool V_IN_REGISTERS = BR == 128;
 
