@@ -1,7 +1,7 @@
 // The twins of cuda/sm90/hopper.cuh, for emulator.hpp: copies by tensor maps, barriers that count bytes, products of a warpgroup.
 //
-// Whatever the hardware does on its own is done here at the latest moment that it may be: copies when no thread can go on without them,
-// products when they are waited for, stores of device memory when somebody waits for them or the block ends. From their begin to their end
+// Whatever the hardware does on its own is done here at the latest moment that it may be: a copy when no thread can go on and one waits at
+// its barrier, products when they are waited for, stores of device memory when somebody waits for them or the block ends. From their begin to their end
 // the memory and the sums that they write are NaN, and what they read must stay as it was. A copy in shared memory, `visible`, is what
 // products and stores see of it: ordinary stores come there by fence_shared() and a barrier. All that breaks a rule ends the launch with a
 // message. Copies land in the order of their begin, in blocks that run backwards in the opposite one.
@@ -243,14 +243,27 @@ static void begin(Transfer x)
     transfers.push_back(x);
 }
 
-static void land()
+// A copy whose barrier somebody waits at; false: there is none.
+static bool land()
 {
-    const Transfer x = last_first ? transfers.back() : transfers.front();
-    last_first ? transfers.pop_back() : transfers.pop_front();
+    static std::vector<bool> awaited;
+    awaited.assign(barriers.size(), false);
+    for (unsigned n = 0; n < threads; n++)
+        if (all[n].reason == PHASE)
+            awaited[all[n].id] = true;
+    size_t found = 0;
+    const size_t count = transfers.size();
+    while (found < count && !awaited[transfers[last_first ? count - 1 - found : found].barrier])
+        found++;
+    if (found == count)
+        return false;
+    found = last_first ? count - 1 - found : found;
+    const Transfer x = transfers[found];
+    transfers.erase(transfers.begin() + found);
     for (unsigned n = 0; n < x.bytes; n++)
         if (on_chip[x.to + n] != POISON) {
             complain("byte %u of shared memory was written while a copy to it was under way", x.to + n);
-            return;
+            return true;
         }
     if (x.is_box) {
         memset(on_chip + x.to, 0, x.bytes);
@@ -262,6 +275,7 @@ static void land()
     barrier.under_way--;
     barrier.bytes -= x.bytes;
     end_phase_if_it_can(barrier);
+    return true;
 }
 
 // ---- stores of shared memory to device memory -------------------------------------------------------------------------------------------
@@ -703,9 +717,8 @@ static bool stuck()
                 wake(n), any = true;
         if (any)
             continue;
-        if (transfers.empty())
+        if (!land())
             break;
-        land();
         if (message[0])
             return false;
         idle = 0;
