@@ -56,12 +56,6 @@ MMA_FORWARD = {
     128: ((128, 64), (128, 32), (64, 64), (64, 32)),
 }
 MMA_BACKWARD = {64: ((128, 128, 2), (64, 128, 2), (64, 64, 2), (64, 64, 1)), 128: ((64, 128, 2), (64, 64, 1))}
-WGMMA = "wgmma"  # family of cupy_raw's fa2 kernels of 16-bit numbers on sm_90 (cuda/sm90)
-WGMMA_CHIP = "sm_90"
-WGMMA_SLAB = 64  # columns of a matrix that lie together on chip (SLAB in hopper.cuh)
-WGMMA_MOST = 128  # head dimension
-WGMMA_BACKWARD = {64: 128, 128: 64}  # Br, by the wider of d and dv; Bc = 128
-WGMMA_STAGES, WGMMA_STAGES_S = 3, 2  # blocks of Q and dO on chip at once, and of dS
 FEW = "few rows"  # family of numba_cpu's fa2 forward pass for few queries: one at a time, not one on each lane
 FEW_QUERIES = 8  # of a head; from 12 to 16 on, lanes full of queries are faster
 FEW_KEYS = 16  # rows of K or V that it may copy, to have whole vectors
@@ -85,6 +79,12 @@ PART_MOST = 64  # parts of the keys
 PART_START = 1.0  # what a thread block costs beside its steps, and what merging costs, in steps
 PART_MERGE = 2.0
 PART_GAIN = 1.1  # how many times faster parts have to be
+WGMMA = "wgmma"  # family of cupy_raw's fa2 kernels of 16-bit numbers on sm_90 (cuda/sm90)
+WGMMA_CHIP = "sm_90"  # code for sm_90a runs on no other
+WGMMA_SLAB = 64  # columns of 16 bits that lie together, see sm90/hopper.cuh
+WGMMA_BACKWARD = {64: 128, 128: 64}  # Br, by the wider of d and dv; Bc = 128
+WGMMA_BACKWARD_MOST = 128  # head dimension
+WGMMA_BACKWARD_STAGES, WGMMA_BACKWARD_S = 3, 2  # blocks of Q and dO on chip at once, and of dS
 SIMT_SIDE = 16  # "simt" kernels have 16 x 16 threads a block
 VECTOR_BLOCKS = 16  # of rows, at least, where blocks on a CPU have more than VECTOR_LEAST_ROWS
 VECTOR_LEAST_ROWS = 64
@@ -269,7 +269,7 @@ def wgmma_takes_backward(problem: Problem, chip: Chip, direction: str) -> bool:
         and chip.name == WGMMA_CHIP
         and problem.boxes
         and problem.dtype in ("float16", "bfloat16")
-        and all(0 < n <= WGMMA_MOST and n % 8 == 0 for n in (problem.d, problem.dv))
+        and all(0 < n <= WGMMA_BACKWARD_MOST and n % 8 == 0 for n in (problem.d, problem.dv))
         and 0 < min(problem.Tq, problem.Tk) <= max(problem.Tq, problem.Tk) < MMA_LONGEST
         and MMA_SCALES[0] < problem.scale < MMA_SCALES[1]
         and all(option is None for option in options)
@@ -280,13 +280,13 @@ def wgmma_takes_backward(problem: Problem, chip: Chip, direction: str) -> bool:
 def _wgmma_backward(problem: Problem, chip: Chip) -> Tiles:
     """The blocks of cuda/sm90/fa2_backward.cu; they fit."""
     d, dv = _padded(problem.d, WGMMA_SLAB), _padded(problem.dv, WGMMA_SLAB)
-    br, bc, stages = WGMMA_BACKWARD[max(d, dv)], 128, WGMMA_STAGES
+    br, bc, stages = WGMMA_BACKWARD[max(d, dv)], 128, WGMMA_BACKWARD_STAGES
     resident = (
         Tile("K", bc, d, 2),
         Tile("V", bc, dv, 2),
         Tile("Q", stages * br, d, 2),
         Tile("dO", stages * br, dv, 2),
-        Tile("dS", WGMMA_STAGES_S * bc, br, 2),
+        Tile("dS", WGMMA_BACKWARD_S * bc, br, 2),
         Tile("lse", stages * br, 1, 4),
         Tile("delta", stages * br, 1, 4),
         Tile("barriers", 2 + 3 * stages, 1, 8),

@@ -237,6 +237,7 @@ inline unsigned __byte_perm(unsigned x, unsigned y, unsigned selectors)
 
 // ---- the twins of ptx.cuh -----------------------------------------------------------------------------------------------------
 
+inline float smaller_or_nan(float x, float y) { return std::isnan(x) || x < y ? x : y; }
 inline float half_to_float(unsigned short x) { return (float)bits<_Float16>(x); }
 inline unsigned short float_to_half(float x) { return bits<unsigned short>((_Float16)x); }
 inline float exp2_approximately(float x)
@@ -244,8 +245,6 @@ inline float exp2_approximately(float x)
     const float y = exp2f(x);
     return y < 1.17549435e-38f ? 0.0f : y;
 }
-
-inline float smaller_or_nan(float x, float y) { return std::isnan(x) || x < y ? x : y; }
 
 template <int BYTES, bool LINE = false> inline void copy_to_shared(void* to, const void* from, bool exists)
 {
