@@ -732,8 +732,7 @@ def _check(
     if backward:
         _gradients(operands, form, dout=dout, o=o, lse=lse, dlse=dlse, dtype=dtype)
     operands.copied, operands.keep = list(source.copied), source.keep
-    if gpu:
-        problem = replace(problem, boxes=_have_boxes(operands))
+    problem = replace(problem, boxes=_have_boxes(operands))
     if not gpu and operands.out is not None:
         operands.out_overlaps = arrays.overlaps_input(operands)
         if operands.out_overlaps or masks.arrays_of(mask) is None:  # a mask from elsewhere may raise half-way

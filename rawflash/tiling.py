@@ -86,9 +86,9 @@ WGMMA_ROWS = 64  # of a warpgroup
 WGMMA_REST = 2560  # bytes: barriers, what pieces of work are
 WGMMA_PROCESSORS = 132  # of a device that was not asked
 WGMMA_SECTION = 32 << 20  # bytes of K and V that stay in L2
-WGMMA_MOST_BACKWARD = 128  # head dimension
 WGMMA_BACKWARD = {64: 128, 128: 64}  # Br, by the wider of d and dv; Bc = 128
-WGMMA_STAGES, WGMMA_STAGES_S = 3, 2  # blocks of Q and dO on chip at once, and of dS
+WGMMA_BACKWARD_MOST = 128  # head dimension
+WGMMA_BACKWARD_STAGES, WGMMA_BACKWARD_S = 3, 2  # blocks of Q and dO on chip at once, and of dS
 FEW = "few rows"  # family of numba_cpu's fa2 forward pass for few queries: one at a time, not one on each lane
 FEW_QUERIES = 8  # of a head; from 12 to 16 on, lanes full of queries are faster
 FEW_KEYS = 16  # rows of K or V that it may copy, to have whole vectors
@@ -382,7 +382,7 @@ def wgmma_takes_backward(problem: Problem, chip: Chip, direction: str) -> bool:
         and chip.name == WGMMA_CHIP
         and problem.boxes
         and problem.dtype in ("float16", "bfloat16")
-        and all(0 < n <= WGMMA_MOST_BACKWARD and n % 8 == 0 for n in (problem.d, problem.dv))
+        and all(0 < n <= WGMMA_BACKWARD_MOST and n % 8 == 0 for n in (problem.d, problem.dv))
         and 0 < min(problem.Tq, problem.Tk) <= max(problem.Tq, problem.Tk) < MMA_LONGEST
         and MMA_SCALES[0] < problem.scale < MMA_SCALES[1]
         and all(option is None for option in options)
@@ -393,18 +393,18 @@ def wgmma_takes_backward(problem: Problem, chip: Chip, direction: str) -> bool:
 def _wgmma_backward(problem: Problem, chip: Chip) -> Tiles:
     """The blocks of cuda/sm90/fa2_backward.cu; they fit."""
     d, dv = _padded(problem.d, WGMMA_SLAB), _padded(problem.dv, WGMMA_SLAB)
-    br, bc, stages = WGMMA_BACKWARD[max(d, dv)], 128, WGMMA_STAGES
+    br, bc, stages = WGMMA_BACKWARD[max(d, dv)], 128, WGMMA_BACKWARD_STAGES
     resident = (
         Tile("K", bc, d, 2),
         Tile("V", bc, dv, 2),
         Tile("Q", stages * br, d, 2),
         Tile("dO", stages * br, dv, 2),
-        Tile("dS", WGMMA_STAGES_S * bc, br, 2),
+        Tile("dS", WGMMA_BACKWARD_S * bc, br, 2),
         Tile("lse", stages * br, 1, 4),
         Tile("delta", stages * br, 1, 4),
         Tile("barriers", 2 + 3 * stages, 1, 8),
         Tile("S, P", bc, br, 4, REGISTERS),
-        Tile("dP", bc, br, 4, REGISTERS),
+        Tile("dP", bc, WGMMA_SLAB, 4, REGISTERS),
         Tile("dQ", br, d, 4, REGISTERS),
         Tile("dK", bc, d, 4, REGISTERS),
         Tile("dV", bc, dv, 4, REGISTERS),

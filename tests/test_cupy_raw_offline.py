@@ -483,6 +483,29 @@ def test_many_rows_of_16_bits_run_on_tensor_cores(arch, d, tmp_path):
     assert not found["LDL"] and not found["STL"]
 
 
+@pytest.mark.parametrize("options", ["plain", "causal", "packed"])
+@pytest.mark.parametrize("dtype, d", [("bfloat16", 64), ("bfloat16", 128), ("float16", 128)])
+def test_backward_products_of_warpgroups_overlap(dtype, d, options, tmp_path):
+    """The assembler leaves them side by side, no register goes to memory, and P is computed while dP is under way."""
+    pytest.importorskip("cupy")
+    tool, file = disassembler(), tmp_path / "kernel.cubin"
+    program = next(p for p in programs(Case("sm_90a", "fa2_backward", dtype, d, options)) if p.file.startswith("sm90/"))
+    cubin, log = compiler.compile_log(program.text, program.arch)
+    assert not re.findall(r"\(C75\d\d\).*", log)
+    file.write_bytes(cubin)
+    code = subprocess.run([tool, "-c", file], capture_output=True, text=True, check=True, timeout=120).stdout
+    code = code[code.index(".text.fa2_backward_keys") :]
+    code = re.findall(r"(HGMMA|WARPGROUP\.DEPBAR|MUFU\.EX2|LDL|STL|REDG|EXIT)\b", code)
+    found = Counter(code)
+    br, bc = (128, 128) if d == 64 else (64, 128)
+    # S and dP are sums over d, dQ over keys, dK and dV over rows; dP has 64 rows at a time
+    assert found["HGMMA"] == d // 16 * (1 + br // 64) + bc // 16 + 2 * br // 16
+    assert not found["LDL"] and not found["STL"] and found["REDG"] == 8
+    first = code.index("WARPGROUP.DEPBAR")
+    under_way = code[first + 1 : code.index("WARPGROUP.DEPBAR", first + 1)]
+    assert Counter(under_way)["MUFU.EX2"] == 32
+
+
 @pytest.mark.parametrize("arch, dtype", [("sm_75", "float32"), ("sm_90a", "float32"), ("sm_90a", "float64")])
 def test_products_run_on_the_units_that_the_plan_chose(arch, dtype, tmp_path):
     """Tensor cores would cut float32 to fewer bits; only kernels that split its numbers first may use them. float64 is

@@ -353,7 +353,7 @@ __device__ __forceinline__ void compute_all(const Call& call, const Work& work, 
 #pragma unroll
                 for (int n = 0; n < PART / 2; n++) {
                     const float minus = n % 2 ? -lse[n / 4 * 4].y : -lse[n / 4 * 4].x;
-                    x[n] = exp2_approximately(smaller_or_nan(fmaf(S[r * (PART / 2) + n], scale, minus), 0.0f));
+                    x[n] = exp2_approximately(least_or_nan(fmaf(S[r * (PART / 2) + n], scale, minus), 0.0f));
                 }
                 // Column 8 (n / 4) + n % 2 after the lane's first is the row, counted from i0
                 const auto hide = [&](float (&x)[PART / 2]) {

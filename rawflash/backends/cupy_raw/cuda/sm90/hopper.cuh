@@ -63,9 +63,9 @@ __device__ __forceinline__ bool ended(Barrier* barrier, int parity)
 __device__ __forceinline__ void await(Barrier* barrier, int parity)
 {
 #ifdef BOUNDED
-    for (unsigned polls = 0; !ended(barrier, parity); polls++)
-        if (polls > MOST_POLLS)
-            __trap();
+    asm volatile("{\n.reg .pred p;\n.reg .u32 polls;\nmov.u32 polls, 0;\nagain:\nmbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n"
+                 "@p bra done;\nadd.u32 polls, polls, 1;\nsetp.lt.u32 p, polls, %2;\n@p bra again;\ntrap;\ndone:\n}"
+                 ::"r"(shared_address(barrier)), "r"(parity), "n"(MOST_POLLS) : "memory");
 #else
     asm volatile("{\n.reg .pred p;\nagain:\nmbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n@!p bra again;\n}"
                  ::"r"(shared_address(barrier)), "r"(parity) : "memory");
