@@ -3,8 +3,8 @@
 // A block of threads takes piece after piece: Br rows of one query head. Its first warpgroup has one thread that begins copies; each of the others
 // owns 64 of the rows. Q blocks outside, K/V blocks inside, from the last keys to the first; O, m and l stay in registers and are written once.
 //
-// On chip:  Q (Br, d), Q_BUFFERS of them; K (Bc, d) and V (Bc, dv), STAGES of each; O (Br, dv) on its way out, where there is no room for it in Q's
-// place; the barriers and what pieces are. In registers S, P (64, Bc) and O (64, dv) of a warpgroup, m, l.
+// On chip:  Q (Br, d), Q_BUFFERS of them; K (Bc, d) and V (Bc, dv), STAGES of each; O (Br, dv) on its way out, in Q's place where there is no room
+// for it (OWN_O is 0); the barriers and what pieces are. In registers S, P (64, Bc) and O (64, dv) of a warpgroup, m, l.
 // Read per step: K_j and V_j, up to STAGES steps ahead. Written once: O_i, lse_i.
 //
 // A step begins S_j = Q K_j^T and O += P_{j-1} V_{j-1}, waits for the first, and takes the exponentials of S_j while the second runs. Where TURNS
@@ -38,7 +38,8 @@ static_assert(OWN_O || SLABS_V <= SLABS_D, "O in Q's place");
 constexpr bool GUARDED = TYPE == BFLOAT16;  // pieces may have to be done again
 constexpr bool STATIC = STATIC_MAXIMUM && GUARDED;
 // Columns of O: the fewest that there is a product for.
-constexpr int WIDTH = DV <= 16 ? 16 : DV <= 32 ? 32 : DV <= 64 ? 64 : DV <= 80 ? 80 : DV <= 96 ? 96 : DV <= 128 ? 128 : DV <= 160 ? 160 : DV <= 192 ? 192 : 256;
+constexpr int WIDTH = DV <= 16 ? 16 : DV <= 32 ? 32 : DV <= 64 ? 64 : DV <= 80 ? 80 : DV <= 96 ? 96 : DV <= 128 ? 128 : DV <= 160 ? 160 :
+                      DV <= 192 ? 192 : 256;
 constexpr float MOST_SUM = 18446744073709551616.0f;  // 2^64
 constexpr float GROWTH = 8.0f;                       // of a maximum, in powers of two, that is let pass: P is up to 2^8 then
 constexpr int FAR = 1 << 30;                         // farther than any key
@@ -206,7 +207,8 @@ __device__ __forceinline__ void produce(const MappedCall& argument, unsigned cha
                 arrive_expecting(&rest.full_K[stage], K_BYTES);
 #pragma unroll
                 for (int x = 0; x < SLABS_D; x++)
-                    copy_box(on_chip + AT_K + stage * K_BYTES + x * BC * SLAB_ROW, argument.map[1], &rest.full_K[stage], x * SLAB, k_row, k_head, batch);
+                    copy_box(on_chip + AT_K + stage * K_BYTES + x * BC * SLAB_ROW, argument.map[1], &rest.full_K[stage], x * SLAB, k_row, k_head,
+                             batch);
             }
             if (j > 0) {
                 const unsigned stage = (n + j - 1) % STAGES;
@@ -214,7 +216,8 @@ __device__ __forceinline__ void produce(const MappedCall& argument, unsigned cha
                 arrive_expecting(&rest.full_V[stage], V_BYTES);
 #pragma unroll
                 for (int x = 0; x < SLABS_V; x++)
-                    copy_box(on_chip + AT_V + stage * V_BYTES + x * BC * SLAB_ROW, argument.map[2], &rest.full_V[stage], x * SLAB, k_row + BC, k_head, batch);
+                    copy_box(on_chip + AT_V + stage * V_BYTES + x * BC * SLAB_ROW, argument.map[2], &rest.full_V[stage], x * SLAB, k_row + BC,
+                             k_head, batch);
             }
         }
         n += blocks;
@@ -483,7 +486,7 @@ struct Consumer {
         meet(FIRST_OWN + group, WARPGROUP);
     }
 
-    // O = O / l, lse = m + log l. Returned: is the piece to be done again?
+    // O = O / l, lse = m + log l; or, if these rows are to be done again, their piece comes into the list.
     template <bool AGAIN> __device__ __forceinline__ void finish(const Piece& piece, unsigned slot)
     {
         // What is needed of the piece: its place may be another's when Q is released
