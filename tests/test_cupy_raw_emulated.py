@@ -644,9 +644,24 @@ def test_caches_used_in_part(page, old, new, device_by_name, monkeypatch):
         assert_close("lse", lse, reference)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float16"])
-def test_blocks_outside_the_cache_are_not_read(dtype, device_by_name):
+@pytest.mark.parametrize("tables", ["device", "host"])
+@pytest.mark.parametrize("page", [16, 48])
+def test_many_rows_of_16_bits_from_blocks(page, tables, device_by_name, many_rows, monkeypatch):
+    case = decode(B=2, Hq=4, Tq=33, lengths=(300, 70), page=page, dtype="bfloat16", causal=True, d=64, dv=40)
+    for parts in (False, True):
+        if parts:
+            share_out(monkeypatch)
+        for name, result in zip(("out", "lse"), decode_on_device(case, tables == "device"), strict=True):
+            assert_close(name, result, case.reference())
+    assert set(many_rows) == {HALVES}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "float16, as many rows"])
+def test_blocks_outside_the_cache_are_not_read(dtype, device_by_name, monkeypatch):
     """Where only the device knows the table: the keys of such a block are hidden, and lengths end with the table."""
+    if dtype.endswith("rows"):
+        monkeypatch.setattr(tiling, "few_mma_takes", lambda *of: False)
+    dtype = dtype.partition(",")[0]
     case = decode(B=3, Hq=4, Tq=2, lengths=(40, 33, 17), page=8, dtype=dtype, d=24, dv=16)
     move, (*caches, blocks) = emulator.to_device, case.caches()
     mask = np.ones((3, 1, 1, 40), bool)
