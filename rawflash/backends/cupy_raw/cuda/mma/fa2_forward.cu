@@ -22,8 +22,8 @@ constexpr int COLUMNS_D = line_columns(D), COLUMNS_V = line_columns(DV);
 constexpr int O_COLUMNS = most_of(COLUMNS_D, COLUMNS_V);
 constexpr int K_AT = BR * O_COLUMNS * 2, V_AT = K_AT + BC * COLUMNS_D * 2;  // bytes from the start of Q
 constexpr bool KEEP_Q = MT == 1 && D <= 128;  // in registers, where there are enough
-constexpr int STEPS = __CUDA_ARCH__ >= 1000 ? 4 : 16;  // of Q K^T side by side: more are in registers at once than some compilers have
-constexpr int FAR = 1 << 30;  // beyond all rows and keys of a call that this kernel takes
+constexpr int STEPS = __CUDA_ARCH__ >= 1000 ? 4 : 16;  // of Q K^T that are unrolled: from sm_100 on more are spilled
+constexpr int FAR = 1 << 30;  // beyond all rows and keys of a call that this kernel takes; twice that is still in 32 bits
 static_assert(BR == 16 * WARPS * MT && BC % 32 == 0, "whole pieces");
 static_assert(V_AT + BC * COLUMNS_V * 2 == TILE_BYTES, "the plan's tiles");
 
@@ -444,8 +444,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) fa2_forward(const __gri
         seen.first = narrowed(lower + lane_row);
         seen.end = narrowed(upper + lane_row);
     }
-    if (BIAS && rows < BR)  // a bias has no other rows
-        whole_end = 0;
     auto step_at = [&](int j) { return Step{j, j < 0 ? EMPTY : whole <= j && j + BC <= whole_end ? FULL : PARTIAL}; };
     auto step_from = [&](long long j) {
         const Block block = next_keys(call, at, i0, j, j_high);
