@@ -121,10 +121,10 @@ template <class F> __device__ __forceinline__ void for_each_number(F f)
 
 // Bits for the numbers of a tile in registers, bit 4 (n % 8) + e of word (m, n / 8). They are found in a loop that stays one: its code is long, and
 // would be there once for each number if they were used where they are found.
-constexpr int SEARCHED_ABREAST = 2, DROPPED_ABREAST = 2;  // pieces, so that one does not wait for the other
+constexpr int ABREAST = 4;  // pieces, so that one does not wait for the other
 constexpr int BIT_WORDS = NS / 8 > 0 ? NS / 8 : 1, BIT_PIECES = NS / BIT_WORDS;
 
-template <int ABREAST, class F> __device__ __forceinline__ void find_bits(unsigned (&bits)[MT][BIT_WORDS], F of_piece)
+template <class F> __device__ __forceinline__ void find_bits(unsigned (&bits)[MT][BIT_WORDS], F of_piece)
 {
 #pragma unroll
     for (int m = 0; m < MT; m++)
@@ -212,7 +212,7 @@ __device__ __forceinline__ void finish_scores(
     });
     if constexpr (SEARCHED) {
         unsigned bits[MT][BIT_WORDS];
-        find_bits<SEARCHED_ABREAST>(bits, [&](int m, int n) {
+        find_bits(bits, [&](int m, int n) {
             unsigned four = 0;
 #pragma unroll
             for (int e = 0; e < 4; e++) {
@@ -289,7 +289,7 @@ __device__ __forceinline__ void drop(const Call& call, const Head& at, float (&P
     const int odd = lane_t() % 2;
     const unsigned threshold = (unsigned)call.keep_threshold, first = (unsigned)(j0 / 4) + lane_t() / 2, row = (unsigned)i0 + ScoreTile::row(odd);
     unsigned bits[MT][BIT_WORDS];
-    find_bits<DROPPED_ABREAST>(bits, [&](int m, int n) {
+    find_bits(bits, [&](int m, int n) {
         const uint4 words = philox(first + 2 * n, row + 16 * m, (unsigned)at.h, (unsigned)at.s.b, (unsigned long long)call.seed);
         return (unsigned)(words.x >= threshold) | (unsigned)(words.y >= threshold) << 1 | (unsigned)(words.z >= threshold) << 2 |
                (unsigned)(words.w >= threshold) << 3;
