@@ -540,6 +540,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) fa2_forward_merge(const __
     const int column = threadIdx.x % MERGING * MERGED;
     float m = -INFINITE, l = 0, factor = 0, lse = -INFINITE, O[N][MERGED] = {};
     if (i < s.q_length) {
+#pragma unroll 4
         for (int part = 0; part < parts; part++)
             m = larger(m, *of_part(call, call.m, at, part, i));
         const float shift = m == -INFINITE ? 0.0f : m;
