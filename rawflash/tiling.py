@@ -59,6 +59,7 @@ MMA_FORWARD = {
 RAW_FORWARD = MMA_FORWARD | {192: ((64, 64), (64, 32)), 256: ((64, 64), (64, 32))}
 RAW_THREADS = 128  # of a forward block
 RAW_LOW = 64  # rows of one where taller ones would leave multiprocessors without any
+LN2 = math.log(2)
 RAW_WORKED = 64  # keys of one at most where scores are more than products and a band: what that leaves of the registers
 RAW_MERGE = 640  # keys that a thread block could go through while parts are merged
 MMA_BACKWARD = {64: ((128, 128, 2), (64, 128, 2), (64, 64, 2), (64, 64, 1)), 128: ((64, 128, 2), (64, 64, 1))}
@@ -208,7 +209,7 @@ class Tiles:
         if self.family == SPLIT:
             lines.append("  float32 products on tensor cores, by six products of bfloat16 parts")
         if self.family == MMA and any(tile.where == REGISTERS for tile in self.resident):
-            lines.append("  16-bit products on tensor cores, P and dS rounded to 16 bits, sums in float32")
+            lines.append("  products of 16-bit numbers on tensor cores; P and dS in 16, sums in 32 bits")
         if self.family == FEW:
             lines.append("  one row of K or V read for all query heads that share it")
         if self.family == FEW_MMA:
@@ -289,6 +290,11 @@ def raw_forward_takes(problem: Problem) -> bool:
 def raw_backward_takes(problem: Problem) -> bool:
     """The same of its cuda/mma/fa2_backward.cu."""
     return raw_forward_takes(problem) and max(problem.d, problem.dv) <= RAW_WIDEST
+
+
+def scale_later(problem: Problem) -> bool:
+    """May scores be scaled together with their change to powers of two? They are then finite where scores are."""
+    return MMA_SCALES[0] < problem.scale <= LN2
 
 
 def mma_pitch(d: int) -> int:
@@ -685,6 +691,7 @@ def _raw_forward(problem: Problem, chip: Chip, order: str) -> Tiles:
 
     options = (problem.bias, problem.softcap, problem.mask)
     worked = problem.alibi or problem.dropout or any(option is not None for option in options)
+    worked = worked or not scale_later(problem)
     shapes = [(br, bc) for br, bc in RAW_FORWARD[max(to_d, to_dv)] if not worked or bc <= RAW_WORKED]
     if problem.sram is None and chip.processors:
         few = problem.B * problem.Hq * -(-problem.Tq // shapes[0][0]) <= chip.processors

@@ -192,6 +192,12 @@ inline float exp2_approximately(float x)
 
 inline float least_or_nan(float x, float y) { return x != x || y != y ? NAN : x < y ? x : y; }
 
+inline float reciprocal_approximately(float x)
+{
+    const float y = 1.0f / x;
+    return fabsf(y) < 1.17549435e-38f ? 0.0f : y;
+}
+
 template <int BYTES, bool LINE = false> inline void copy_to_shared(void* to, const void* from, bool exists)
 {
     fibers[current].begun.push_back({to, from, BYTES, exists});

@@ -465,8 +465,8 @@ def test_gradients_of_16_bits_run_on_tensor_cores(d, arch, tmp_path):
 @pytest.mark.parametrize("arch", ARCHITECTURES[1:])
 @pytest.mark.parametrize("d", [64, 128])
 def test_many_rows_of_16_bits_run_on_tensor_cores(arch, d, tmp_path):
-    """A warp's tile takes a product for each 16 rows, 8 keys and 16 numbers of d, and as many of P V; and its operands come
-    four registers at a time, by copies that pass by the registers. Nothing goes to memory in between."""
+    """A warp's tile takes a product for each 16 rows, 8 keys and 16 numbers of d, and as many of P V; operands come
+    four registers at a time, from copies that pass registers by. Nothing goes to memory in between."""
     pytest.importorskip("cupy")
     tool, file = disassembler(), tmp_path / "kernel.cubin"
     (program,) = programs(Case(arch, "fa2_forward", "bfloat16", d, "plain"))

@@ -259,6 +259,70 @@ def test_halves_do_not_share_out_keys():
     assert plan_tiles(replace(asked, softcap=1.0), row, "forward").parts > 1
 
 
+def by_raw(name="sm_90", processors=None, **more):
+    row = replace(kernels_on("cupy_raw", chip(name)), processors=processors)
+    return plan_tiles(problem(**(HALF | dict(backend="cupy_raw") | more)), row, "forward")
+
+
+@pytest.mark.parametrize("name, d, dv, shape, smem_bytes", [
+    ("sm_90", 64, 64, (128, 128), 48 << 10),
+    ("sm_90", 20, 33, (128, 128), 48 << 10),
+    ("sm_90", 128, 128, (128, 64), 64 << 10),
+    ("sm_90", 72, 40, (128, 64), 56 << 10),  # rows of Q are as long as those of O, or longer
+    ("sm_90", 40, 72, (128, 64), 56 << 10),
+    ("sm_90", 192, 128, (64, 64), 64 << 10),
+    ("sm_90", 256, 256, (64, 64), 96 << 10),
+    ("sm_80", 256, 256, (64, 32), 64 << 10),  # two thread blocks share 163 KiB
+    ("sm_86", 64, 64, (128, 128), 48 << 10),
+    ("sm_89", 128, 128, (128, 32), 48 << 10),
+    ("sm_120", 256, 256, (64, 64), 96 << 10),
+])  # fmt: skip
+def test_forward_of_halves_by_cupy_raw(name, d, dv, shape, smem_bytes):
+    tiles = by_raw(name, d=d, dv=dv)
+    assert (tiles.br, tiles.bc, tiles.smem_bytes, tiles.family) == (*shape, smem_bytes, "mma")
+    assert tiles.threads == 128 and tiles.br % (16 * 4) == 0
+    assert "tensor cores" in str(tiles) and str(tiles.on_chip_bytes) in str(tiles)
+
+
+@pytest.mark.parametrize("options", [
+    dict(softcap=2.0), dict(bias=(1, 1, 4, 4)), dict(alibi=True), dict(dropout=0.5), dict(mask="dense"),
+    dict(scale=1.0), dict(deterministic=True), dict(causal=True), dict(varlen=True), dict(sinks=True),
+])  # fmt: skip
+def test_forward_of_halves_by_cupy_raw_takes_every_option(options):
+    """Blocks are narrower where scores are worked on."""
+    tiles = by_raw(d=64, dv=64, **options)
+    plain = {"deterministic", "causal", "varlen", "sinks"} & options.keys()
+    assert (tiles.family, tiles.br, tiles.bc) == ("mma", 128, 128 if plain else 64)
+
+
+def test_other_calls_of_halves_are_multiply_adds():
+    assert by_raw("sm_75").family == "simt"
+    assert by_raw(sram=8 << 10, d=32, dv=32).family == "simt"
+    assert by_raw(algorithm="fa1").family == "simt"
+    assert by_raw(T=tiling.MMA_LONGEST).family == "simt"
+    assert by_raw(dtype="float32").family == "split"
+
+
+@given(st.integers(1, 256), st.integers(1, 256), st.integers(1, 1 << 18), st.sampled_from(sorted(CHIPS)))
+def test_forward_of_halves_by_cupy_raw_fits_the_limit_of_the_caller(d, dv, sram, name):
+    try:
+        tiles = by_raw(name, d=d, dv=dv, sram=sram)
+    except TileError:
+        return
+    assert tiles.smem_bytes <= min(sram, chip(name).on_chip_bytes)
+
+
+def test_few_blocks_of_halves_are_low_and_share_keys():
+    """Not more thread blocks than multiprocessors: lower ones, and, if these are few as well, parts of the keys."""
+    assert by_raw(processors=132, T=2048, Hq=32).br == 128  # 512 of them
+    low = by_raw(processors=132, T=2048, Hq=8)
+    assert (low.br, low.bc, low.parts) == (64, 64, 1)
+    few = by_raw(processors=132, T=4096, Hq=1)
+    assert few.br == 64 and few.parts == 2 and few.part_keys % few.bc == 0
+    assert by_raw(processors=132, T=4096, Hq=1, sram=1 << 18).br == 128
+    assert by_raw(processors=132, T=512, Hq=1).parts == 1  # merging would take longer
+
+
 # ---- 16-bit gradients of cupy_raw ---------------------------------------------------------------------
 
 

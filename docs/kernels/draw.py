@@ -140,7 +140,7 @@ ORDER = [(p, order - p) for order in (2, 1, 0) for p in range(order + 1)]
 
 def simt_threads():
     """Which numbers of S and of O one thread of 16 x 16 has."""
-    picture, tiles = Picture(330), plan("cupy_raw", "sm_90", "forward", d=64, dtype="bfloat16")
+    picture, tiles = Picture(330), plan("numba_cuda", "sm_90", "forward", d=64, dtype="bfloat16", softcap=30.0)
     y, x, side, unit = 5, 9, 16, 2.4
     picture.text(10, 20, f"Thread (y, x) = ({y}, {x}) of 16 x 16: numbers of S and of O", 14, weight="bold")
 
@@ -281,7 +281,8 @@ PICTURES = {
     "split-memory": lambda: memory(plan("cupy_raw", "sm_90", "forward", d=128), "float32 forward, d = 128"),
     "split-parts": split_parts,
     "simt-memory": lambda: memory(
-        plan("cupy_raw", "sm_90", "forward", d=128, dtype="bfloat16"), "bfloat16 forward by multiply-adds, d = 128"
+        plan("numba_cuda", "sm_90", "forward", d=128, dtype="bfloat16", softcap=30.0),
+        "bfloat16 forward by multiply-adds, d = 128",
     ),
     "simt-threads": simt_threads,
     "double-memory": lambda: memory(

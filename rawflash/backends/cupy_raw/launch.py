@@ -23,7 +23,8 @@ from rawflash.backends.cupy_raw import compile
 from rawflash.errors import BackendError
 from rawflash.hardware import chip_of
 from rawflash.problem import FARTHEST, Operands, Problem
-from rawflash.tiling import DOUBLE, FEW_MMA, MMA, MMA_DEPTH, MMA_SCALES, PIECES, SIMT, SPLIT, Tiles, pitches, plan_tiles
+from rawflash.tiling import (DOUBLE, FEW_MMA, MMA, MMA_DEPTH, PIECES, SIMT, SPLIT, Tiles, pitches, plan_tiles,
+                             scale_later)  # fmt: skip
 
 try:
     from numpy.lib.array_utils import byte_bounds
@@ -41,7 +42,6 @@ SPARE = 256  # sets of counters that are made at a time: a graph of a model has 
 SWITCHES = ("PIECES", "SPLIT", "TYPE", "BIAS_TYPE", "SLOPE_TYPE", "SINK_TYPE", "ALIGNED", "PACKED", "BAND", "BIAS",
             "BIAS_OVER_ROWS", "BIAS_OVER_KEYS", "ALIBI", "SOFTCAP", "SINKS", "DROPOUT", "DLSE",
             "DETERMINISTIC")  # fmt: skip
-LN2 = 0.6931471805599453
 MASK_WORDS = 96  # operands and addresses of a mask object that a call has room for
 TYPES = {"float16": "FLOAT16", "bfloat16": "BFLOAT16", "float32": "FLOAT32", "float64": "FLOAT64"}
 
@@ -125,8 +125,7 @@ def constants(problem: Problem, tiles: Tiles, *, aligned: bool, side_dtypes: dic
         "PAGE": problem.page,
         "TABLE_BYTES": table_bytes,
         "HALVES": 1 if tiles.family == FEW_MMA and problem.group * problem.Tq <= MMA_DEPTH // 2 else 2,
-        # So that a score is finite in powers of two where it is in powers of e
-        "SCALE_LATER": int(MMA_SCALES[0] < problem.scale <= LN2),
+        "SCALE_LATER": int(scale_later(problem)),
         "DEPTH_D": blocks_of(problem.d, depth) * depth,
         "DEPTH_V": blocks_of(problem.dv, depth) * depth,
         "PITCH_D": to_d,

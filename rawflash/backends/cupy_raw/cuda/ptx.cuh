@@ -25,6 +25,14 @@ __device__ __forceinline__ float exp2_approximately(float x)
     return y;
 }
 
+// 1 / x, to 1 unit in the last place; of more than 2^126 it is 0.
+__device__ __forceinline__ float reciprocal_approximately(float x)
+{
+    float y;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
 // Copies of 4, 8 or 16 bytes into shared memory that the hardware does on its own (sm_80 and later); zeros where the source does not exist.
 // LINE: the other lanes of the warp copy the rest of the 128 bytes, which L2 had better ask for at once.
 template <int BYTES, bool LINE = false> __device__ __forceinline__ void copy_to_shared(void* to, const void* from, bool exists)

@@ -121,16 +121,17 @@ template <class F> __device__ __forceinline__ void for_each_number(F f)
 
 // Bits for the numbers of a tile in registers, bit 4 (n % 8) + e of word (m, n / 8). They are found in a loop that stays one: its code is long, and
 // would be there once for each number if they were used where they are found.
+constexpr int SEARCHED_ABREAST = 2, DROPPED_ABREAST = 2;  // pieces, so that one does not wait for the other
 constexpr int BIT_WORDS = NS / 8 > 0 ? NS / 8 : 1, BIT_PIECES = NS / BIT_WORDS;
 
-template <class F> __device__ __forceinline__ void find_bits(unsigned (&bits)[MT][BIT_WORDS], F of_piece)
+template <int ABREAST, class F> __device__ __forceinline__ void find_bits(unsigned (&bits)[MT][BIT_WORDS], F of_piece)
 {
 #pragma unroll
     for (int m = 0; m < MT; m++)
 #pragma unroll
         for (int w = 0; w < BIT_WORDS; w++) {
             unsigned word = 0;
-#pragma unroll 1
+#pragma unroll ABREAST
             for (int n = 0; n < BIT_PIECES; n++)
                 word |= of_piece(m, BIT_PIECES * w + n) << 4 * n;
             bits[m][w] = word;
@@ -142,20 +143,64 @@ __device__ __forceinline__ bool bit(const unsigned (&bits)[MT][BIT_WORDS], int m
     return bits[m][n / BIT_PIECES] >> (4 * (n % BIT_PIECES) + e) & 1;
 }
 
+// tanh(x). Near 0 a difference would lose what is left of x.
+__device__ __forceinline__ float tangent(float x)
+{
+    constexpr float NEAR = 0.25f;
+    const float far = 1.0f - 2.0f * reciprocal_approximately(exp2_approximately(x * (2.0f * LOG2E)) + 1.0f), square = x * x;
+    const float near = x + x * square * (-1.0f / 3 + square * (2.0f / 15 + square * (-17.0f / 315)));
+    return fabsf(x) < NEAR ? near : far;
+}
+
+// S as products -> scores of a tile whose first pair is (i0, j0); the lane's first one is (i, j0 + left). Rows before `rows` and columns before
+// `keys`, counted from there, exist; for the others something else of the bias is read that does.
+__device__ __forceinline__ void find_scores(
+    const Call& call, const Head& at, float (&S)[MT][NS][4], long long i0, long long j0, long long i, int left, int rows, int keys)
+{
+    typedef Storage<BIAS_TYPE>::stored bias_type;
+    const float scale = SOFTCAP ? at.scale / float(call.softcap) : at.scale, cap = float(call.softcap);
+    const bias_type* bias[ROWS];
+    float distance[ROWS];
+#pragma unroll
+    for (int r = 0; r < ROWS; r++) {
+        if constexpr (BIAS)
+            bias[r] = (const bias_type*)call.bias.data + (at.s.b * call.bias.b + at.h * call.bias.h + j0 * call.bias.j) +
+                      (BIAS_OVER_ROWS ? 0 : 8 * r < rows ? i + 8 * r : i0) * call.bias.i;
+        if constexpr (ALIBI)
+            distance[r] = float(i + 8 * r + at.s.offset - j0 - left);
+    }
+#pragma unroll
+    for (int n = 0; n < NS; n++)
+#pragma unroll
+        for (int side = 0; side < 2; side++) {
+            const int x = 8 * n + side;
+            const long long to = BIAS && !BIAS_OVER_KEYS ? (x < keys ? left + x : 0) * call.bias.j : 0;
+#pragma unroll
+            for (int r = 0; r < ROWS; r++) {
+                float& s = S[r / 2][n][r % 2 * 2 + side];
+                s *= scale;
+                if constexpr (SOFTCAP)
+                    s = cap * tangent(s);
+                if constexpr (BIAS) {
+                    const float more = widen<BIAS_TYPE>(bias[BIAS_OVER_ROWS ? 0 : r][to]);
+                    s = more == -INFINITE ? -INFINITE : s + more;  // it hides the key, whatever its score is
+                }
+                if constexpr (ALIBI)
+                    s -= at.slope * fabsf(distance[r] - float(x));
+            }
+        }
+}
+
 // S as products -> scores, hidden ones -inf. j0 is the first key of the block.
 __device__ __forceinline__ void finish_scores(
     const Call& call, const Head& at, float (&S)[MT][NS][4], const Seen& seen, const Step& step, long long i0, long long j0)
 {
-    const int left = step.j + 2 * (int)(once_more(threadIdx.x) % 4), keys = seen.keys - left;  // seen from the lane's first column
-    const long long i_lane = i0 + ScoreTile::row(0), j_lane = j0 + 2 * lane_t();
+    const unsigned thread = once_more(threadIdx.x);
+    const int left = step.j + 2 * (int)(thread % 4), keys = seen.keys - left;  // seen from the lane's first column
+    const long long i = i0 + ScoreTile::row(0, thread), j = j0 + 2 * (thread % 4);
+    const int rows = narrowed(at.s.q_length - i);
     if constexpr (!PRODUCTS)
-        for_each_number([&](int m, int n, int e, int r, int x) {
-            float& s = S[m][n][e];
-            if (PLAIN || step.kind == FULL || (i_lane + 8 * r < at.s.q_length && x < keys)) {
-                float unused;
-                s = score(call, at, s, i_lane + 8 * r, j_lane + x, unused);
-            }
-        });
+        find_scores(call, at, S, i0, j0, i, 2 * (int)(thread % 4), rows, keys);
     if (step.kind == FULL)
         return;
     for_each_number([&](int m, int n, int e, int r, int x) {
@@ -167,11 +212,20 @@ __device__ __forceinline__ void finish_scores(
     });
     if constexpr (SEARCHED) {
         unsigned bits[MT][BIT_WORDS];
-        find_bits(bits, [&](int m, int n) {
+        find_bits<SEARCHED_ABREAST>(bits, [&](int m, int n) {
             unsigned four = 0;
 #pragma unroll
-            for (int e = 0; e < 4; e++)
-                four |= (unsigned)visible(call, at, i_lane + 16 * m + e / 2 * 8, j_lane + 8 * n + e % 2) << e;
+            for (int e = 0; e < 4; e++) {
+                const int y = 16 * m + e / 2 * 8, x = 8 * n + e % 2;
+                bool shown = y < rows && x < keys;
+                if constexpr (PAGE)
+                    shown = shown && place_of(call, at.s, j + x).exists;
+#if HAS_MASK
+                if (shown)
+                    shown = mask_visible(call.mask, at.s.b, at.h, i + y, j + x, at.s.offset);
+#endif
+                four |= (unsigned)shown << e;
+            }
             return four;
         });
         for_each_number([&](int m, int n, int e, int, int) {
@@ -235,7 +289,7 @@ __device__ __forceinline__ void drop(const Call& call, const Head& at, float (&P
     const int odd = lane_t() % 2;
     const unsigned threshold = (unsigned)call.keep_threshold, first = (unsigned)(j0 / 4) + lane_t() / 2, row = (unsigned)i0 + ScoreTile::row(odd);
     unsigned bits[MT][BIT_WORDS];
-    find_bits(bits, [&](int m, int n) {
+    find_bits<DROPPED_ABREAST>(bits, [&](int m, int n) {
         const uint4 words = philox(first + 2 * n, row + 16 * m, (unsigned)at.h, (unsigned)at.s.b, (unsigned long long)call.seed);
         return (unsigned)(words.x >= threshold) | (unsigned)(words.y >= threshold) << 1 | (unsigned)(words.z >= threshold) << 2 |
                (unsigned)(words.w >= threshold) << 3;
