@@ -386,6 +386,7 @@ def test_fewer_keys_where_processors_would_be_idle():
     assert raw_backward(processors=132, **few).bc == 128  # 128 blocks, all alike
     assert raw_backward(processors=132, **(few | dict(Hq=4, Hkv=4))).bc == 64  # 32 of them
     assert raw_backward(processors=132, causal=True, **(few | dict(B=64))).bc == 128
+    assert [raw_backward(processors=132, **(few | dict(B=B))).bc for B in (2, 3, 4, 5)] == [128] * 4
     assert raw_backward(processors=132, causal=True, sram=1 << 18, **few).bc == 128
 
 
