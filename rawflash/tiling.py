@@ -283,7 +283,7 @@ def raw_forward_takes(problem: Problem) -> bool:
     return (
         problem.algorithm == "fa2"
         and problem.dtype in ("float16", "bfloat16")
-        and max(problem.Tq, problem.Tk) < MMA_LONGEST
+        and 2 * max(problem.Tq, problem.Tk) < MMA_LONGEST
     )
 
 

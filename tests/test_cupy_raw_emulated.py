@@ -802,12 +802,24 @@ def test_caches_used_in_part(page, old, new, device_by_name, monkeypatch):
         assert_close("lse", lse, reference)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float16"])
-def test_blocks_outside_the_cache_are_not_read(dtype, device_by_name):
+@pytest.mark.parametrize("tables", ["device", "host"])
+@pytest.mark.parametrize("page", [16, 48])
+def test_many_rows_of_16_bits_from_blocks(page, tables, device_by_name, many_rows, monkeypatch):
+    case = decode(B=2, Hq=4, Tq=33, lengths=(300, 70), page=page, dtype="bfloat16", causal=True, d=64, dv=40)
+    for parts in (False, True):
+        if parts:
+            share_out(monkeypatch)
+        for name, result in zip(("out", "lse"), decode_on_device(case, tables == "device"), strict=True):
+            assert_close(name, result, case.reference())
+    assert set(many_rows) == {HALVES}
+
+
+@pytest.mark.parametrize("dtype, Tq, longest", [("float32", 2, 40), ("float16", 2, 40), ("float16", 130, 280)])
+def test_blocks_outside_the_cache_are_not_read(dtype, Tq, longest, device_by_name):
     """Where only the device knows the table: the keys of such a block are hidden, and lengths end with the table."""
-    case = decode(B=3, Hq=4, Tq=2, lengths=(40, 33, 17), page=8, dtype=dtype, d=24, dv=16)
+    case = decode(B=3, Hq=4, Tq=Tq, lengths=(longest, 33, 17), page=8, dtype=dtype, d=24, dv=16)
     move, (*caches, blocks) = emulator.to_device, case.caches()
-    mask = np.ones((3, 1, 1, 40), bool)
+    mask = np.ones((3, 1, 1, longest), bool)
     outside = ((0, 1, -1), (0, 3, len(caches[0])), (1, 4, 2**31 - 1), (2, 0, -(2**31)), (2, 1, 10**6), (2, 2, -5))
     for b, n, entry in outside:
         blocks[b, n] = entry

@@ -22,8 +22,8 @@ constexpr int COLUMNS_D = line_columns(D), COLUMNS_V = line_columns(DV);
 constexpr int O_COLUMNS = most_of(COLUMNS_D, COLUMNS_V);
 constexpr int K_AT = BR * O_COLUMNS * 2, V_AT = K_AT + BC * COLUMNS_D * 2;  // bytes from the start of Q
 constexpr bool KEEP_Q = MT == 1 && D <= 128;  // in registers, where there are enough
-constexpr int STEPS = __CUDA_ARCH__ >= 1000 ? 4 : 16;  // of Q K^T side by side: more are in registers at once than some compilers have
-constexpr int FAR = 1 << 30;  // beyond all rows and keys of a call that this kernel takes
+constexpr int STEPS = __CUDA_ARCH__ >= 1000 ? 4 : 16;  // of Q K^T that are unrolled: from sm_100 on more are spilled
+constexpr int FAR = 1 << 30;  // beyond all rows and keys of a call that this kernel takes; twice that is still in 32 bits
 static_assert(BR == 16 * WARPS * MT && BC % 32 == 0, "whole pieces");
 static_assert(V_AT + BC * COLUMNS_V * 2 == TILE_BYTES, "the plan's tiles");
 
@@ -121,10 +121,10 @@ template <class F> __device__ __forceinline__ void for_each_number(F f)
 
 // Bits for the numbers of a tile in registers, bit 4 (n % 8) + e of word (m, n / 8). They are found in a loop that stays one: its code is long, and
 // would be there once for each number if they were used where they are found.
-constexpr int SEARCHED_ABREAST = 2, DROPPED_ABREAST = 2;  // pieces, so that one does not wait for the other
+constexpr int ABREAST = 4;  // pieces, so that one does not wait for the other
 constexpr int BIT_WORDS = NS / 8 > 0 ? NS / 8 : 1, BIT_PIECES = NS / BIT_WORDS;
 
-template <int ABREAST, class F> __device__ __forceinline__ void find_bits(unsigned (&bits)[MT][BIT_WORDS], F of_piece)
+template <class F> __device__ __forceinline__ void find_bits(unsigned (&bits)[MT][BIT_WORDS], F of_piece)
 {
 #pragma unroll
     for (int m = 0; m < MT; m++)
@@ -212,7 +212,7 @@ __device__ __forceinline__ void finish_scores(
     });
     if constexpr (SEARCHED) {
         unsigned bits[MT][BIT_WORDS];
-        find_bits<SEARCHED_ABREAST>(bits, [&](int m, int n) {
+        find_bits(bits, [&](int m, int n) {
             unsigned four = 0;
 #pragma unroll
             for (int e = 0; e < 4; e++) {
@@ -289,7 +289,7 @@ __device__ __forceinline__ void drop(const Call& call, const Head& at, float (&P
     const int odd = lane_t() % 2;
     const unsigned threshold = (unsigned)call.keep_threshold, first = (unsigned)(j0 / 4) + lane_t() / 2, row = (unsigned)i0 + ScoreTile::row(odd);
     unsigned bits[MT][BIT_WORDS];
-    find_bits<DROPPED_ABREAST>(bits, [&](int m, int n) {
+    find_bits(bits, [&](int m, int n) {
         const uint4 words = philox(first + 2 * n, row + 16 * m, (unsigned)at.h, (unsigned)at.s.b, (unsigned long long)call.seed);
         return (unsigned)(words.x >= threshold) | (unsigned)(words.y >= threshold) << 1 | (unsigned)(words.z >= threshold) << 2 |
                (unsigned)(words.w >= threshold) << 3;
@@ -444,8 +444,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) fa2_forward(const __gri
         seen.first = narrowed(lower + lane_row);
         seen.end = narrowed(upper + lane_row);
     }
-    if (BIAS && rows < BR)  // a bias has no other rows
-        whole_end = 0;
     auto step_at = [&](int j) { return Step{j, j < 0 ? EMPTY : whole <= j && j + BC <= whole_end ? FULL : PARTIAL}; };
     auto step_from = [&](long long j) {
         const Block block = next_keys(call, at, i0, j, j_high);
@@ -542,6 +540,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) fa2_forward_merge(const __
     const int column = threadIdx.x % MERGING * MERGED;
     float m = -INFINITE, l = 0, factor = 0, lse = -INFINITE, O[N][MERGED] = {};
     if (i < s.q_length) {
+#pragma unroll 4
         for (int part = 0; part < parts; part++)
             m = larger(m, *of_part(call, call.m, at, part, i));
         const float shift = m == -INFINITE ? 0.0f : m;
