@@ -863,7 +863,9 @@ def _raw_backward(problem: Problem, chip: Chip) -> Tiles:
     if not plans:
         return _flash(problem, replace(chip, family=SIMT), "backward", JI, None)
     fewer = plan(*RAW_FEW_KEYS)
-    if plans[0].bc > fewer.bc and fewer.smem_bytes <= limit and problem.sram is None:
+    blocks = -(-problem.Tk // plans[0].bc) * problem.B * problem.Hkv
+    idle = blocks <= RAW_FEW_BLOCKS * (chip.processors or 0)  # at the end, if not from the beginning
+    if idle and plans[0].bc > fewer.bc and fewer.smem_bytes <= limit and problem.sram is None:
         whole, half = _last_end(problem, chip, plans[0].bc), _last_end(problem, chip, fewer.bc)
         if RAW_FEW_KEYS_COST * half < whole:
             return fewer
@@ -873,13 +875,9 @@ def _raw_backward(problem: Problem, chip: Chip) -> Tiles:
 def _last_end(problem: Problem, chip: Chip, bc: int) -> int:
     """When the last multiprocessor is done with blocks of ``bc`` keys, each with the rows that the band shows them.
 
-    In pairs of a row and a key; 0 where there are so many blocks that it does not matter.
+    In pairs of a row and a key.
     """
-    processors, heads = chip.processors or 0, problem.B * problem.Hkv
-    blocks = -(-problem.Tk // bc) * heads
-    if not 0 < blocks <= RAW_FEW_BLOCKS * processors:
-        return 0
-    ends, last = [0] * processors, 0
+    heads, ends, last = problem.B * problem.Hkv, [0] * (chip.processors or 1), 0
     lower, upper = problem.band.bounds()
     offset = problem.Tk - problem.Tq
     for j0 in range(0, problem.Tk, bc):

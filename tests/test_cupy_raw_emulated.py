@@ -598,22 +598,21 @@ def test_gradients_of_halves_are_given_where_memory_was_nan(device, monkeypatch)
     causal = make(B=1, Hq=1, Tq=40, d=24, dtype="float16", causal=True)
     out, lse = (emulator.to_device(x) for x in causal.forward(backend="numpy_tiled"))
     causal.dout[:, :, 20] = np.nan
-    dq, dk, dv = (np.asarray(x) for x in on_device(causal).backward(out, lse))
-    for gradient, bad in ((dq, slice(20, 21)), (dk, slice(0, 21)), (dv, slice(0, 21))):
-        assert (np.isnan(gradient).any(axis=(0, 1, 3)) == np.isin(np.arange(40), np.arange(40)[bad])).all()
+    dq = np.asarray(on_device(causal).backward(out, lse)[0])
+    assert (np.isnan(dq).any(axis=(0, 1, 3)) == (np.arange(40) == 20)).all()
 
 
 BROKEN_HALVES = {
     "lse is that of the step before": ("* (2 * BR) + threadIdx.x] =", "* 0 + threadIdx.x] ="),
     "dS lies one key on": ("lane_g();\n#pragma", "(lane_g() ^ 1);\n#pragma"),
     "P is not hidden": ("S[n][e] = -INFINITE;", ";"),
-    "dS is not there when it is read": ("__syncthreads();  // dS is there, and no thread reads Q_i", "//"),
+    "two warps put P at one place": ("factor.put(on_chip + FACTORS_AT, first)", "factor.put(on_chip + FACTORS_AT, 0)"),
     "rows come before they have landed": (
         "await_groups<0>();\n        __syncthreads();  // Q_i", "__syncthreads();  // Q_i"),
     "the band is one row wide of the mark": ("- call.band_upper - i_low,", "- call.band_upper - i_low - 1,"),
     "pieces of two heads are one": ("(slot * call.Hq + h) * each", "(slot * call.Hq) * each"),
     "two columns of dQ are exchanged": ("X[2 * t] = half ? x[t].z : x[t].x", "X[2 * t] = half ? x[t].w : x[t].y"),
-    "the second half of dQ's columns is the first": ("part_of_warp() * Part<N>::COLUMNS, n)", "0, n)"),
+    "two warps sum the same columns": ("part_of_warp() * Part<N>::COLUMNS, n)", "0, n)"),
     "delta is left out": ("(dP[n][2 * half] - d.x)", "(dP[n][2 * half])"),
     "a head of the group is left out": ("r.h_end = h_first + group;", "r.h_end = h_first + group - 1;"),
 }  # fmt: skip
@@ -622,9 +621,9 @@ BROKEN_HALVES = {
 @pytest.mark.parametrize("how", BROKEN_HALVES)
 def test_broken_gradients_of_halves_are_caught(how, device_by_name, monkeypatch):
     old, new = BROKEN_HALVES[how]
-    d = 136 if how.startswith("the second half") else 40
+    d = 136 if how.startswith("two warps") else 40
     case = make(B=1, Hq=2, Hkv=1, Tq=100, d=d, dtype="float16", causal=True)
-    case.v[:, :, 80] = 3e4  # a hidden dP that is large
+    case.v[:, :, 80] = 30  # a dP that is large, where it is hidden too
     reference, whole = case.reference(), compile.source
     raw_plans(monkeypatch, 32, 32, 1)
     check_gradients(case, reference, monkeypatch)

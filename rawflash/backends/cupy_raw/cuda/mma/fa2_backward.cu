@@ -558,7 +558,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) fa2_backward_keys(
             r.low = narrow_far(low);
             r.high = narrow_far(high);
         }
-        if (!IN_SUMS && r.count / BR < r.whole_end)  // options are not asked about rows of padding
+        if (r.count / BR < r.whole_end)  // rows of padding see nothing
             r.whole_end = r.count / BR;
         if (r.keys < BC)
             r.whole_end = 0;
@@ -652,9 +652,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) fa2_backward_keys(
         const Head at = head(call, s, step.h, h_kv);
         const int kind = kind_of(r, step);
         const int y = 16 * own_warp() + lane_g();
-        auto seen_from = [&](int x) {  // rows of padding have P = 0 by their lse
+        auto seen_from = [&](int x) {
             const int first_key = 16 * own_warp() + lane_g();
-            return Seen{r.low + first_key - x, r.high + first_key - x, FAR, r.keys - first_key};
+            return Seen{r.low + first_key - x, r.high + first_key - x, r.count - x, r.keys - first_key};
         };
         const Tile tile = {kind, step.m, j0 + y, i_low, own_K, own_V, Q_i, dO_i, scale};
         const float* const lse = statistics + stage * (2 * BR);
@@ -708,8 +708,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) fa2_backward_keys(
 // dQ += dS K for KEYS keys, from key `first` of the block on; or dS for them, where two warps share the sums.
 template <int KEYS, bool LOOK, class SeenFrom>
 __device__ __forceinline__ void add_keys(
-    const Call& call, const Head& at, const Tile& tile, const SeenFrom& seen_from, unsigned on_chip, const OwnRows& lse, const OwnRows& delta, int first,
-    float (&dQ)[2 * Part<D>::COUNT][4])
+    const Call& call, const Head& at, const Tile& tile, const SeenFrom& seen_from, unsigned on_chip, const OwnRows& lse, const OwnRows& delta,
+    int first, float (&dQ)[2 * Part<D>::COUNT][4])
 {
     float dS[KEYS / 8][4];
     score_gradients<false, LOOK>(call, at, tile, seen_from, first, lse, delta, dS, [](const float (&)[KEYS / 8][4]) {});
