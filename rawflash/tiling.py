@@ -317,7 +317,7 @@ def family_of(problem: Problem, chip: Chip, direction: str) -> str:
         return MMA if mma_takes(problem, direction) else SIMT
     if chip.family != TENSOR:
         return chip.family
-    if (raw_forward_takes if direction == "forward" else raw_backward_takes)(problem):
+    if raw_takes(problem):
         return MMA
     return {"float32": SPLIT, "float64": DOUBLE}.get(problem.dtype, SIMT)
 
@@ -337,18 +337,14 @@ def mma_takes(problem: Problem, direction: str) -> bool:
     )
 
 
-def raw_forward_takes(problem: Problem) -> bool:
-    """Is this a problem for cupy_raw's cuda/mma/fa2_forward.cu? Every option is."""
+def raw_takes(problem: Problem) -> bool:
+    """Is this a problem for cupy_raw's kernels in cuda/mma? Every option is."""
     return (
         problem.algorithm == "fa2"
         and problem.dtype in ("float16", "bfloat16")
+        and max(problem.d, problem.dv) <= RAW_WIDEST
         and 2 * max(problem.Tq, problem.Tk) < MMA_LONGEST
     )
-
-
-def raw_backward_takes(problem: Problem) -> bool:
-    """The same of its cuda/mma/fa2_backward.cu."""
-    return raw_forward_takes(problem) and max(problem.d, problem.dv) <= RAW_WIDEST
 
 
 def wgmma_takes(problem: Problem, chip: Chip, direction: str) -> bool:
