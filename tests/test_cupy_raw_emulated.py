@@ -255,9 +255,15 @@ def test_drawn_varlen_problems(device_of_module, case):
 # ---- keys shared out -------------------------------------------------------------------------------------------
 
 
+def no_warpgroups(monkeypatch):
+    """As on GPUs other than sm_90, which has kernels of its own for most calls of 16 bits: see test_hopper_*.py."""
+    monkeypatch.setattr(problem, "_MEMO", {})
+    monkeypatch.setattr(tiling, "WGMMA_CHIP", "none")
+
+
 def share_out(monkeypatch):
     """A device that shares the keys of every problem out, a block of them to each part; how often parts were merged."""
-    monkeypatch.setattr(problem, "_MEMO", {})
+    no_warpgroups(monkeypatch)
     monkeypatch.setattr(hardware, "_gpu", lambda device: replace(hardware.CHIPS["sm_90"], processors=1000))
     values = {"PART_STEPS": 1, "PART_START": 0.0, "PART_MERGE": 0.0, "RAW_MERGE": 0.0, "PART_GAIN": 1.0}
     for name, value in values.items():
@@ -336,10 +342,16 @@ HALF_DTYPES = ("float16", "bfloat16")
 HALF_DRAWN = dict(dtypes=HALF_DTYPES, algorithms=("fa2",))
 
 
+def all_rows(monkeypatch):
+    """Few rows are the kernel's too."""
+    no_warpgroups(monkeypatch)
+    monkeypatch.setattr(tiling, "few_mma_takes", lambda *of: False)
+
+
 @pytest.fixture
 def many_rows(monkeypatch):
-    """Few rows are the kernel's too; which files were compiled."""
-    monkeypatch.setattr(tiling, "few_mma_takes", lambda *of: False)
+    """Which files were compiled."""
+    all_rows(monkeypatch)
     return noted_files(monkeypatch)
 
 
@@ -433,7 +445,7 @@ def test_maxima_that_grow_in_16_bits(device_by_name, many_rows):
 def test_drawn_problems_of_16_bits(device_of_module, case):
     reference = case.reference()
     with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(tiling, "few_mma_takes", lambda *of: False)
+        all_rows(monkeypatch)
         if case.how["seed"] % 2:
             share_out(monkeypatch)
         check(case, reference, small_on_device=case.how["seed"] % 3 == 1, backward=False)
@@ -527,7 +539,7 @@ GRADIENTS = {
 
 def raw_plans(monkeypatch, *shape):
     """Tiles of the 16-bit backward pass: rows, keys, stages; none: as planned."""
-    monkeypatch.setattr(problem, "_MEMO", {})
+    no_warpgroups(monkeypatch)
     if shape:
         monkeypatch.setattr(tiling, "RAW_BACKWARD", dict.fromkeys(tiling.RAW_BACKWARD, (shape,)))
 
@@ -592,6 +604,7 @@ def test_gradients_of_halves_are_given_where_memory_was_nan(device, monkeypatch)
     case = make(B=1, Hq=1, Tq=40, Tk=50, d=24, dtype="float16", q_lengths=[30], kv_lengths=[41])
     case.q[:, :, 30:], case.dout[:, :, 30:], case.k[:, :, 41:], case.v[:, :, 41:] = (np.nan,) * 4
     case.dlse[:, :, 30:] = np.nan
+    raw_plans(monkeypatch)
     reference = case.reference()
     for gradient, rows in zip(check_gradients(case, reference, monkeypatch), (30, 41, 41), strict=True):
         assert np.isfinite(gradient).all() and not np.asarray(gradient)[:, :, rows:].any()

@@ -14,6 +14,7 @@ import rawflash as rf
 from rawflash.backends.cupy_raw import compile, fa2_backward, launch
 
 pytestmark = pytest.mark.emulated
+FILE = "sm90/fa2_backward.cu"
 
 # d and dv lie in 64 or 128 columns on chip, rows come 128 or 64 at a time, keys 128; a warpgroup has 64 of them.
 CALLS = {
@@ -240,21 +241,28 @@ BROKEN = {
 }  # fmt: skip
 
 
+def break_backward(monkeypatch, old, new):
+    """Change the backward kernel alone: the forward pass that comes before it stays right."""
+    whole = compile.source
+    assert old in whole(FILE, "")
+    monkeypatch.setattr(
+        compile,
+        "source",
+        lambda name, preamble: whole(name, preamble).replace(old, new) if name == FILE else whole(name, preamble),
+    )
+
+
 @pytest.mark.parametrize("name", BROKEN)
 def test_broken_kernels_are_caught(name, device_by_name, taken, monkeypatch):
     which, old, new = BROKEN[name]
     case = prepared((CALLS | PACKED)[which], "bfloat16")
-    whole = compile.source
-    assert old in whole("sm90/fa2_backward.cu", "")
-    monkeypatch.setattr(compile, "source", lambda name, preamble: whole(name, preamble).replace(old, new))
+    break_backward(monkeypatch, old, new)
     with pytest.raises(AssertionError) if old else nullcontext():
         check(case, case.reference())
     assert taken
 
 
 def test_a_kernel_that_does_not_hide_dS_is_caught(device_by_name, monkeypatch):
-    old, whole = "if (!plain)\n                    hide(x);\n#pragma", compile.source
-    assert old in whole("sm90/fa2_backward.cu", "")
-    monkeypatch.setattr(compile, "source", lambda name, preamble: whole(name, preamble).replace(old, "#pragma"))
+    break_backward(monkeypatch, "if (!plain)\n                    hide(x);\n#pragma", "#pragma")
     with pytest.raises(AssertionError):
         test_what_overflows_is_hidden_where_it_is_not_seen(None, [1])
