@@ -145,6 +145,8 @@ class WarpgroupForward:
         bfloat16: the maximum is that of the first blocks of keys.
     stages : int
         K and V that are on chip at once.
+    least : int
+        Rows of a head, of a band or of lengths, below which the next row of the table is faster.
     """
 
     br: int
@@ -152,12 +154,13 @@ class WarpgroupForward:
     turns: bool = True
     static: bool = True
     stages: int = 2
+    least: int = 0
 
 
 # By columns of the wider of K and V, in slabs: the first that fits, or for softcap and ALiBi the last, which leaves
 # them registers
 WGMMA_FORWARD = {
-    64: (WarpgroupForward(192, 128), WarpgroupForward(128, 128)),
+    64: (WarpgroupForward(192, 128, least=1536), WarpgroupForward(128, 128)),
     128: (WarpgroupForward(128, 128),),
     192: (WarpgroupForward(128, 128), WarpgroupForward(128, 96)),
     256: (WarpgroupForward(128, 80), WarpgroupForward(128, 64)),
@@ -896,6 +899,8 @@ def _wgmma_forward(problem: Problem, chip: Chip) -> Tiles | None:
     for shape in shapes[-1:] if problem.softcap is not None or problem.alibi else shapes:
         br, bc = shape.br, shape.bc
         groups = br // WGMMA_ROWS
+        if uneven and problem.Tq < shape.least:
+            continue
         for buffers, own in ((2, True), (2, False), (1, True), (1, False)):
             resident = [
                 Tile("Q", buffers * br, to_d, 2),

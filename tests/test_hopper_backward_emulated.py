@@ -227,7 +227,6 @@ BROKEN = {
     "rows that follow are cleared too late": ("packed", "fence_shared();\n                all_meet();", "all_meet();"),
     "dS is not fenced": ("one tile", "fence_shared();\n            all_meet();  // dS", "all_meet();  // dS"),
     "dS is not waited for": ("one more, d = 64", "all_meet();  // dS is there", "// dS is there"),
-    "one block of dS": ("one more", "steps % S_STAGES", "0"),
     "Q is given back early": ("many steps", "barriers + READ + last", "barriers + READ + at.stage"),
     "dP is read early": ("one tile", "await_products<0>();  // dP\n", "\n"),
     "dK is read early": ("one tile", "await_products<0>();  // dK", ""),
