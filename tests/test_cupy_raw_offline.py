@@ -175,6 +175,8 @@ OPTIONS = {
     "dropout": dict(dropout=0.1),
     "mask": dict(mask=M.Segments(IDS, IDS)),
     "bias": {},  # and an array for it
+    "M given": dict(sram=64 << 10),  # in 16 bits no call for the kernels of sm_90
+    "causal, M given": dict(causal=True, sram=hardware.CHIPS["sm_90"].on_chip_bytes),
     "few heads": {},  # in 16 bits blocks of other heights
     "deterministic": dict(deterministic=True),
     "paged": {},  # decode: caches in blocks of 16
@@ -450,9 +452,11 @@ def instructions(program, kernel, tmp_path):
 @pytest.mark.parametrize("d", [64, 128])
 def test_gradients_of_16_bits_run_on_tensor_cores(d, arch, tmp_path):
     """A warp has sixteen keys, 64 rows of Q at a time, for four products; in dQ it has its share of all rows and keys.
-    The sums of dQ go to memory sixteen bytes at a time where the hardware can."""
+    The sums of dQ go to memory sixteen bytes at a time where the hardware can. On sm_90 of a call that its own kernel
+    leaves to this one."""
     pytest.importorskip("cupy")
-    program, side = programs(Case(arch, "fa2_backward", "bfloat16", d, "causal"))
+    options = "causal, M given" if arch == "sm_90a" else "causal"
+    program, side = programs(Case(arch, "fa2_backward", "bfloat16", d, options))
     assert (program.file, side.file) == ("mma/fa2_backward.cu", "side_gradients.cu")
     found = instructions(program, "fa2_backward_keys", tmp_path)
     warps, br = program.launched["fa2_backward_keys"][0] // 32, int(re.search(r"int BR = (\d+);", program.text)[1])
@@ -468,10 +472,12 @@ def test_gradients_of_16_bits_run_on_tensor_cores(d, arch, tmp_path):
 @pytest.mark.parametrize("d", [64, 128])
 def test_many_rows_of_16_bits_run_on_tensor_cores(arch, d, tmp_path):
     """A warp's tile takes a product for each 16 rows, 8 keys and 16 numbers of d, and as many of P V; operands come
-    four registers at a time, from copies that pass registers by. Nothing goes to memory in between."""
+    four registers at a time, from copies that pass registers by. Nothing goes to memory in between. On sm_90 of a call
+    that its own kernel leaves to this one."""
     pytest.importorskip("cupy")
     tool, file = disassembler(), tmp_path / "kernel.cubin"
-    (program,) = programs(Case(arch, "fa2_forward", "bfloat16", d, "plain"))
+    options = "M given" if arch == "sm_90a" else "plain"
+    (program,) = programs(Case(arch, "fa2_forward", "bfloat16", d, options))
     assert program.file == "mma/fa2_forward.cu"
     file.write_bytes(compiler.compile_log(program.text, program.arch)[0])
     code = subprocess.run([tool, "-c", file], capture_output=True, text=True, check=True, timeout=120).stdout
