@@ -85,8 +85,10 @@ WGMMA_SLAB = 64  # columns of 16 bits that lie together, see sm90/hopper.cuh
 WGMMA_ROWS = 64  # of a warpgroup
 WGMMA_REST = 2560  # bytes: barriers, what pieces of work are
 WGMMA_PROCESSORS = 132  # of a device that was not asked
+WGMMA_FEWEST = 0.4  # pieces of work for each multiprocessor; with fewer, cuda/mma is faster, which shares keys out
 WGMMA_SECTION = 32 << 20  # bytes of K and V that stay in L2
-WGMMA_BACKWARD = {64: 128, 128: 64}  # Br, by the wider of d and dv; Bc = 128
+WGMMA_BACKWARD = {64: 128, 128: 64}  # Br, by the wider of d and dv
+WGMMA_BACKWARD_KEYS = 128  # Bc
 WGMMA_BACKWARD_MOST = 128  # head dimension
 WGMMA_BACKWARD_STAGES, WGMMA_BACKWARD_S = 3, 2  # blocks of Q and dO on chip at once, and of dS
 FEW = "few rows"  # family of numba_cpu's fa2 forward pass for few queries: one at a time, not one on each lane
@@ -350,6 +352,11 @@ def raw_takes(problem: Problem) -> bool:
     )
 
 
+def _fills(chip: Chip, pieces: int) -> bool:
+    """Have enough multiprocessors a piece of work, if that is known?"""
+    return pieces >= WGMMA_FEWEST * (chip.processors or 0)
+
+
 def wgmma_takes(problem: Problem, chip: Chip, direction: str) -> bool:
     """Is this a problem for the kernels of cupy_raw/cuda/sm90? What hides keys may be a band and lengths."""
     d, dv = problem.d, problem.dv
@@ -370,6 +377,7 @@ def wgmma_takes(problem: Problem, chip: Chip, direction: str) -> bool:
         and problem.B * problem.Hq * -(-problem.Tq // (2 * WGMMA_ROWS)) < WGMMA_PIECES
         and WGMMA_SCALES[0] < problem.scale < WGMMA_SCALES[1]
         and WGMMA_SCALES[0] < problem.scale / (problem.softcap or 1.0) < WGMMA_SCALES[1]
+        and _fills(chip, problem.B * problem.Hq * -(-problem.Tq // (2 * WGMMA_ROWS)))
     )
 
 
@@ -386,13 +394,14 @@ def wgmma_takes_backward(problem: Problem, chip: Chip, direction: str) -> bool:
         and MMA_SCALES[0] < problem.scale < MMA_SCALES[1]
         and all(option is None for option in options)
         and not (problem.page or problem.alibi or problem.dropout or problem.deterministic)
+        and _fills(chip, problem.B * problem.Hkv * -(-problem.Tk // WGMMA_BACKWARD_KEYS))
     )
 
 
 def _wgmma_backward(problem: Problem, chip: Chip) -> Tiles:
     """The blocks of cuda/sm90/fa2_backward.cu; they fit."""
     d, dv = _padded(problem.d, WGMMA_SLAB), _padded(problem.dv, WGMMA_SLAB)
-    br, bc, stages = WGMMA_BACKWARD[max(d, dv)], 128, WGMMA_BACKWARD_STAGES
+    br, bc, stages = WGMMA_BACKWARD[max(d, dv)], WGMMA_BACKWARD_KEYS, WGMMA_BACKWARD_STAGES
     resident = (
         Tile("K", bc, d, 2),
         Tile("V", bc, dv, 2),

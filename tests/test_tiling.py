@@ -534,7 +534,7 @@ def test_what_leaves_more_registers_for_options():
 
 @pytest.mark.parametrize("options", [
     dict(causal=True), dict(window=(3, 5)), dict(varlen=True), dict(ragged=True), dict(softcap=2.0), dict(alibi=True),
-    dict(sinks=True), dict(scale=0.3), dict(Tq=17), dict(Tk=1), dict(deterministic=True), dict(layout="bthd"),
+    dict(sinks=True), dict(scale=0.3), dict(Tk=1), dict(deterministic=True), dict(layout="bthd"),
 ])  # fmt: skip
 def test_problems_of_warpgroups(options):
     tiles, uneven = on_warpgroups(**options), {"causal", "window", "varlen", "ragged"}
@@ -554,6 +554,16 @@ def test_other_problems_go_where_they_went(options):
     assert plan.family != "wgmma" and plan.grid == 0 and plan.constants == ()
     elsewhere = plan_tiles(problem(**(WGMMA | options)), replace(H200, name="sm_91"), "forward")
     assert plan == replace(elsewhere, chip="sm_90")
+
+
+def test_few_pieces_are_left_to_kernels_that_share_keys_out():
+    for pieces in (16, 48, 56):
+        family = "wgmma" if pieces > 0.4 * 132 else "mma"
+        for direction in ("forward", "backward"):
+            asked = problem(**(WGMMA | dict(B=pieces // 8, Hkv=8, Tq=100, Tk=100)))
+            assert plan_tiles(asked, H200, direction).family == family
+            assert plan_tiles(asked, replace(H200, processors=None), direction).family == "wgmma"
+    assert on_warpgroups(B=1, Hq=1, Hkv=1, Tq=128, Tk=16384).parts > 1
 
 
 def test_other_chips_have_no_warpgroups():
