@@ -55,6 +55,10 @@ MMA_FORWARD = {
     64: ((128, 128), (128, 64), (128, 32), (64, 64), (64, 32)),
     128: ((128, 64), (128, 32), (64, 64), (64, 32)),
 }
+# The same of cupy_raw, whose widths reach further
+RAW_FORWARD = MMA_FORWARD | {192: ((64, 64), (64, 32)), 256: ((64, 64), (64, 32))}
+RAW_THREADS = 128  # of a forward block
+RAW_MERGE = 640  # keys that a thread block could go through while parts are merged
 MMA_BACKWARD = {64: ((128, 128, 2), (64, 128, 2), (64, 64, 2), (64, 64, 1)), 128: ((64, 128, 2), (64, 64, 1))}
 FEW = "few rows"  # family of numba_cpu's fa2 forward pass for few queries: one at a time, not one on each lane
 FEW_QUERIES = 8  # of a head; from 12 to 16 on, lanes full of queries are faster
@@ -145,6 +149,8 @@ class Tiles:
         Only the fa2 forward pass, on a GPU that would else be idle in parts or of the family "few rows": how many
         thread blocks (pieces of work) share the keys of a block of rows, and how many keys each takes (the last
         one the rest).
+    threads : int
+        Of a block; 0: as many as its family always has.
 
     Examples
     --------
@@ -168,6 +174,7 @@ class Tiles:
     family: str = ""
     parts: int = 1
     part_keys: int = 0
+    threads: int = 0
 
     @cached_property
     def smem_bytes(self) -> int:
@@ -239,6 +246,8 @@ def family_of(problem: Problem, chip: Chip, direction: str) -> str:
         return MMA if mma_takes(problem, direction) else SIMT
     if chip.family != TENSOR:
         return chip.family
+    if direction == "forward" and raw_forward_takes(problem):
+        return MMA
     return {"float32": SPLIT, "float64": DOUBLE}.get(problem.dtype, SIMT)
 
 
@@ -254,6 +263,15 @@ def mma_takes(problem: Problem, direction: str) -> bool:
         and MMA_SCALES[0] < problem.scale < MMA_SCALES[1]
         and all(option is None for option in options)
         and not (problem.alibi or problem.dropout or (direction == "backward" and problem.deterministic))
+    )
+
+
+def raw_forward_takes(problem: Problem) -> bool:
+    """Is this a problem for cupy_raw's cuda/mma/fa2_forward.cu? Every option is."""
+    return (
+        problem.algorithm == "fa2"
+        and problem.dtype in ("float16", "bfloat16")
+        and max(problem.Tq, problem.Tk) < MMA_LONGEST
     )
 
 
@@ -351,7 +369,8 @@ def _share_out(problem: Problem, chip: Chip, tiles: Tiles) -> Tiles:
     """
     heads, rows = problem.B * problem.Hq, -(-problem.Tq // tiles.br)
     processors = chip.processors or 0
-    if tiles.family == MMA or not 0 < heads * rows <= 2 * processors:
+    merge = PART_MERGE if tiles.family != MMA else RAW_MERGE / tiles.bc
+    if (chip.family == HALVES and tiles.family == MMA) or not 0 < heads * rows <= 2 * processors:
         return tiles
     ranges = key_ranges(problem, tiles.br, tiles.bc, problem.Tq, problem.Tk, problem.Tk - problem.Tq)
     steps = [max(-(-(high - low) // tiles.bc), 0) for low, high in ranges]
@@ -369,7 +388,7 @@ def _share_out(problem: Problem, chip: Chip, tiles: Tiles) -> Tiles:
         size = -(-longest // parts)
         if size < PART_STEPS:
             break
-        cost = takes(size) + PART_MERGE
+        cost = takes(size) + merge
         if cost < best:
             best, part = cost, size
     return replace(tiles, parts=-(-longest // part), part_keys=part * tiles.bc) if part else tiles
@@ -525,6 +544,8 @@ def _flash(problem: Problem, chip: Chip, direction: str, order: str | None, bloc
         chip, family = replace(chip, family=SIMT), SIMT
     if family in PIECES:
         return _pieces(problem, chip, direction, order)
+    if family == MMA and blocks is None:
+        return _raw_forward(problem, chip, order)
 
     def tiles_of(outer: int, inner: int, limit: int) -> Tiles:
         br, bc = (outer, inner) if order == IJ else (inner, outer)
@@ -629,6 +650,29 @@ def _mma(problem: Problem, chip: Chip, direction: str, order: str) -> Tiles:
             if plan.smem_bytes <= room:
                 return plan
     return _flash(problem, replace(chip, family=SIMT), direction, order, None)
+
+
+def _raw_forward(problem: Problem, chip: Chip, order: str) -> Tiles:
+    """The fastest blocks of cupy_raw's forward pass that fit, or where none do, those of "simt"."""
+    limit, to_d, to_dv = _available(problem, chip), mma_pitch(problem.d), mma_pitch(problem.dv)
+
+    def tiles_of(br: int, bc: int) -> Tiles:
+        resident = (
+            Tile("Q or O", br, max(to_d, to_dv), 2),
+            Tile("K", bc, to_d, 2),
+            Tile("V", bc, to_dv, 2),
+            Tile("S", br, bc, 4, REGISTERS),
+            Tile("P", br, bc, 2, REGISTERS),
+            Tile("O", br, problem.dv, 4, REGISTERS),
+        )
+        return Tiles(br, bc, resident, chip.name, limit, order, family=MMA, threads=RAW_THREADS)
+
+    plans = [tiles_of(*shape) for shape in RAW_FORWARD[max(to_d, to_dv)]]
+    for room in (limit // 2, limit) if problem.sram is None else (limit,):
+        for plan in plans:
+            if plan.smem_bytes <= room:
+                return plan
+    return _flash(problem, replace(chip, family=SIMT), "forward", order, None)
 
 
 def _power(n: int) -> int:

@@ -6,6 +6,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstdio>
+#include <cstdlib>
 #include <cstring>
 #include <sys/mman.h>
 #include <ucontext.h>
@@ -168,6 +169,8 @@ inline bool __all_sync(unsigned, bool x)
     return answer;
 }
 
+inline bool __any_sync(unsigned mask, bool x) { return !__all_sync(mask, !x); }
+
 inline unsigned __byte_perm(unsigned x, unsigned y, unsigned selectors)
 {
     const uint64_t both = (uint64_t)y << 32 | x;
@@ -204,6 +207,46 @@ template <int PENDING> inline void await_groups()
         groups.erase(groups.begin());
     }
 }
+
+// Addresses of shared memory count from its start; an access that its width does not divide faults on hardware.
+inline void divides(unsigned address, unsigned bytes)
+{
+    if (address % bytes)
+        fprintf(stderr, "address %u of shared memory, of %u bytes\n", address, bytes), abort();
+}
+inline unsigned shared_address(const void* x) { return (unsigned)((const unsigned char*)x - on_chip); }
+inline void store_shared(unsigned to, unsigned x) { divides(to, 4), memcpy(on_chip + to, &x, 4); }
+inline void store_shared(unsigned to, const unsigned (&x)[4]) { divides(to, 16), memcpy(on_chip + to, x, 16); }
+inline uint4 load_shared(unsigned from)
+{
+    divides(from, 16);
+    uint4 x;
+    memcpy(&x, on_chip + from, 16);
+    return x;
+}
+inline void copy_chunk_if(unsigned to, const void* from, bool exists) { divides(to, 16), copy_to_shared<16>(on_chip + to, from, exists); }
+inline void copy_chunk(unsigned to, const void* from) { copy_chunk_if(to, from, true); }
+
+template <bool TRANSPOSED> inline void matrices_of_warp(unsigned (&x)[4], unsigned from)
+{
+    divides(from, 16);
+    Fiber& me = fibers[current];
+    me.operand[0] = x, me.operand[1] = on_chip + from;
+    by_warp([](Fiber* lanes) {
+        for (unsigned matrix = 0; matrix < 4; matrix++) {
+            uint16_t numbers[8][8];
+            for (unsigned row = 0; row < 8; row++)
+                memcpy(numbers[row], lanes[8 * matrix + row].operand[1], 16);
+            for (unsigned n = 0; n < LANES; n++) {
+                const unsigned g = n / 4, y = 2 * (n % 4);
+                const uint16_t low = TRANSPOSED ? numbers[y][g] : numbers[g][y], high = TRANSPOSED ? numbers[y + 1][g] : numbers[g][y + 1];
+                ((unsigned*)lanes[n].operand[0])[matrix] = low | (unsigned)high << 16;
+            }
+        }
+    });
+}
+inline void load_matrices(unsigned (&x)[4], unsigned from) { matrices_of_warp<false>(x, from); }
+inline void load_matrices_transposed(unsigned (&x)[4], unsigned from) { matrices_of_warp<true>(x, from); }
 
 inline unsigned bfloat16_bits(float x)
 {

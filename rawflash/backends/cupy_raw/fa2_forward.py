@@ -1,11 +1,13 @@
-"""FlashAttention-2, forward pass: the launcher of ``cuda/fa2_forward.cu`` and ``cuda/fa2_few_rows.cu``."""
+"""FlashAttention-2, forward pass: the launcher of ``fa2_forward.cu`` (in ``cuda`` and ``cuda/mma``) and ``fa2_few_rows.cu``."""
 
 from __future__ import annotations
 
 from rawflash.arrays import Target
 from rawflash.backends.cupy_raw.launch import blocks_of, launcher
 from rawflash.problem import Operands, Problem
-from rawflash.tiling import FEW_MMA, FEW_MMA_LEAST, Tiles
+from rawflash.tiling import FEW_MMA, FEW_MMA_LEAST, MMA, Tiles
+
+MERGED_ROWS = 16  # of a thread block of mma/fa2_forward.cu's merge
 
 
 def fa2_forward(problem: Problem, tiles: Tiles, x: Operands, out: Target, lse: Target) -> None:
@@ -13,10 +15,11 @@ def fa2_forward(problem: Problem, tiles: Tiles, x: Operands, out: Target, lse: T
     if tiles.family == FEW_MMA:
         return _few_rows(problem, tiles, x, out, lse)
     blocks, parts = blocks_of(problem.Tq, tiles.br), tiles.parts
-    kernels = x.memo.get("fa2_forward.cu") or launcher(
-        "fa2_forward.cu", problem, tiles, x, {"o": out, "lse": lse}, blocks=blocks, parts=parts,
-        part_keys=tiles.part_keys,
-    )  # fmt: skip
+    halves = tiles.family == MMA and problem.backend == "cupy_raw"
+    file = "mma/fa2_forward.cu" if halves else "fa2_forward.cu"
+    kernels = x.memo.get(file) or launcher(
+        file, problem, tiles, x, {"o": out, "lse": lse}, blocks=blocks, parts=parts, part_keys=tiles.part_keys
+    )
     values = {"o.data": out.address, "lse.data": lse.address}
     if parts > 1:
         # O, m and l of every part; O of the first lies in the output where that has numbers as wide
@@ -29,7 +32,8 @@ def fa2_forward(problem: Problem, tiles: Tiles, x: Operands, out: Target, lse: T
         kernels.run_over("clear_results", x.q.shape[1] * x.q.shape[2], call)
     kernels.run("fa2_forward", blocks * parts * problem.Hq * problem.B, call, tiles.smem_bytes)
     if parts > 1:
-        kernels.run("fa2_forward_merge", blocks * problem.Hq * problem.B, call)
+        merging = blocks_of(problem.Tq, MERGED_ROWS) if halves else blocks
+        kernels.run("fa2_forward_merge", merging * problem.Hq * problem.B, call)
 
 
 def _few_rows(problem: Problem, tiles: Tiles, x: Operands, out: Target, lse: Target) -> None:

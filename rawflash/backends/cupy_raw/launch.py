@@ -21,14 +21,14 @@ from rawflash.arrays import Target, capturing, hold, keep_for_graph
 from rawflash.backends.cupy_raw import compile
 from rawflash.errors import BackendError
 from rawflash.problem import FARTHEST, Operands, Problem
-from rawflash.tiling import DOUBLE, FEW_MMA, MMA_DEPTH, PIECES, SPLIT, Tiles, pitches
+from rawflash.tiling import DOUBLE, FEW_MMA, MMA_DEPTH, MMA_SCALES, PIECES, SPLIT, Tiles, pitches
 
 try:
     from numpy.lib.array_utils import byte_bounds
 except ImportError:  # NumPy 1
     from numpy import byte_bounds  # type: ignore[attr-defined,no-redef]
 
-THREADS = 256
+THREADS = 256  # of a block, unless the plan says how many
 SIDE = 16  # threads of a row, in kernels that take rows one by one
 VECTOR_BYTES = 16
 DEPTHS = {SPLIT: 16, DOUBLE: 8}  # products that a tensor core sums at a time (DEPTH in mma/)
@@ -39,6 +39,7 @@ SPARE = 256  # sets of counters that are made at a time: a graph of a model has 
 SWITCHES = ("PIECES", "SPLIT", "TYPE", "BIAS_TYPE", "SLOPE_TYPE", "SINK_TYPE", "ALIGNED", "PACKED", "BAND", "BIAS",
             "BIAS_OVER_ROWS", "BIAS_OVER_KEYS", "ALIBI", "SOFTCAP", "SINKS", "DROPOUT", "DLSE",
             "DETERMINISTIC")  # fmt: skip
+LN2 = 0.6931471805599453
 MASK_WORDS = 96  # operands and addresses of a mask object that a call has room for
 TYPES = {"float16": "FLOAT16", "bfloat16": "BFLOAT16", "float32": "FLOAT32", "float64": "FLOAT64"}
 
@@ -116,11 +117,14 @@ def constants(problem: Problem, tiles: Tiles, *, aligned: bool, side_dtypes: dic
     } | {
         "BR": tiles.br,
         "BC": tiles.bc,
+        "THREADS": tiles.threads or THREADS,
         "D": problem.d,
         "DV": problem.dv,
         "PAGE": problem.page,
         "TABLE_BYTES": table_bytes,
         "HALVES": 1 if tiles.family == FEW_MMA and problem.group * problem.Tq <= MMA_DEPTH // 2 else 2,
+        # So that a score is finite in powers of two where it is in powers of e
+        "SCALE_LATER": int(MMA_SCALES[0] < problem.scale <= LN2),
         "DEPTH_D": blocks_of(problem.d, depth) * depth,
         "DEPTH_V": blocks_of(problem.dv, depth) * depth,
         "PITCH_D": to_d,
@@ -202,7 +206,7 @@ class Launcher:
     def __init__(
         self, file: str, problem: Problem, tiles: Tiles, x: Operands, written: dict[str, Any], fixed: dict[str, int]
     ) -> None:
-        self.problem = problem
+        self.problem, self.threads = problem, tiles.threads or THREADS
         matrices = {name: getattr(x, name) for name in ("q", "k", "v", "o", "dout") if getattr(x, name) is not None}
         statistics = {name: getattr(x, name) for name in ("lse", "dlse") if getattr(x, name) is not None}
         for name, target in written.items():
@@ -369,11 +373,11 @@ class Launcher:
         if blocks > LARGEST_GRID:
             raise BackendError(f"{blocks} blocks of threads; one launch has at most {LARGEST_GRID}: split the batch")
         if blocks:
-            function(blocks, THREADS, words, smem_bytes)
+            function(blocks, self.threads, words, smem_bytes)
 
     def run_over(self, kernel: str, items: int, words: array[int], threads_each: int = 1) -> None:
         """Launch a kernel whose grid strides over ``items``, each of which takes some threads."""
-        self.run(kernel, min(blocks_of(items * threads_each, THREADS), MOST_STRIDING), words)
+        self.run(kernel, min(blocks_of(items * threads_each, self.threads), MOST_STRIDING), words)
 
 
 def mask_words(problem: Problem, mask: Any) -> list[int | np.ndarray]:
@@ -414,7 +418,7 @@ def side_gradients(problem: Problem, tiles: Tiles, x: Operands, grads: dict[str,
     """Write the gradients of sinks and bias, if asked for; return delta, which all backward kernels read."""
     kernels = launcher("side_gradients.cu", problem, tiles, x, {})
     delta = kernels.workspace(x.q.shape[0] * x.q.shape[1] * x.q.shape[2])
-    values = {"delta.data": delta.data.ptr, "blocks": blocks_of(problem.Tq * SIDE, THREADS)}
+    values = {"delta.data": delta.data.ptr, "blocks": blocks_of(problem.Tq * SIDE, kernels.threads)}
     if "sinks" in grads:
         values["dsinks"] = grads["sinks"].address
     if "bias" in grads:
@@ -422,7 +426,7 @@ def side_gradients(problem: Problem, tiles: Tiles, x: Operands, grads: dict[str,
     call = kernels.call(problem, x, values)
     kernels.run("row_deltas", values["blocks"] * problem.Hq * problem.B, call)
     if "sinks" in grads:
-        kernels.run("sink_gradient", problem.Hq, call, THREADS * 8)  # a float64 each
+        kernels.run("sink_gradient", problem.Hq, call, kernels.threads * 8)  # a float64 each
     if "bias" in grads:
         b, h, i, j = grads["bias"].view.shape
         tiles_of_bias = (1 if i == 1 else blocks_of(i, tiles.br)) * (1 if j == 1 else blocks_of(j, tiles.bc))

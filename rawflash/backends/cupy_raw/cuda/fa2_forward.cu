@@ -17,31 +17,7 @@
 #include "scores.cuh"
 #include "softmax.cuh"
 #include "padding.cuh"
-
-// Into how many parts the keys from j_low to j_high are divided, at least one. The last takes what is left.
-__device__ __forceinline__ int parts_of(const Call& call, long long j_low, long long j_high)
-{
-    if (call.parts == 1)
-        return 1;
-    return (int)clamp((j_high - j_low + call.part_keys - 1) / call.part_keys, 1, call.parts);
-}
-
-// Where the O of a part lies: the first one's in the output itself, if that has numbers as wide.
-constexpr bool FIRST_IN_OUTPUT = sizeof(elem) == sizeof(real);
-
-__device__ __forceinline__ long long rows_of_part(const Call& call) { return (PACKED ? 1 : call.B) * call.Hq * call.rows_q; }
-
-__device__ __forceinline__ real* sums_of_part(const Call& call, const Head& at, int part, long long i)
-{
-    if (FIRST_IN_OUTPUT && part == 0)
-        return (real*)row_of(call.o, at.s.slot, at.h, at.s.q_start + i);
-    return sums_of(call, at.s.slot, at.h, at.s.q_start + i, DV) + (part - FIRST_IN_OUTPUT) * rows_of_part(call) * DV;
-}
-
-__device__ __forceinline__ real* of_part(const Call& call, const Statistic& statistic, const Head& at, int part, long long i)
-{
-    return row_of(statistic, at.s.slot, at.h, at.s.q_start + i) + part * rows_of_part(call);
-}
+#include "parts.cuh"
 
 // The rows of K or V from key j0 on; `first` is where that of key 0 lies, if the cache is not paged.
 template <int COLUMNS, int PITCH>
@@ -67,20 +43,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) fa2_forward(const 
     constexpr int R = ScoreTile::R, C = ScoreTile::C, CV = QueryTile<DV>::C;
     static_assert(ScoreTile::ROW_IN_WARP, "the softmax takes whole rows");
 
-    // The last blocks first: under a causal mask they have the most keys. All of one head, so that its K and V stay in L2; but of a grid so
-    // small that keys are shared out, first the last blocks of all heads.
-    long long block = blockIdx.x % call.blocks, bh = blockIdx.x / call.blocks;
-    int part = 0;
-    if (call.parts > 1) {
-        const long long heads = call.B * call.Hq;
-        block = blockIdx.x / heads / call.parts;
-        part = (int)(blockIdx.x / heads % call.parts);
-        bh = blockIdx.x % heads;
-    }
-    block = call.blocks - 1 - block;
-    const Sequence s = sequence(call, bh / call.Hq);
-    const Head at = head(call, s, bh % call.Hq);
-    const long long i0 = block * BR;
+    const Work work = work_of(call);
+    const int part = work.part;
+    const Sequence s = sequence(call, work.b);
+    const Head at = head(call, s, work.h);
+    const long long i0 = work.block * BR;
     const long long rows_end = PACKED ? s.q_length : call.Tq;  // packed: the rows behind a sequence are another's
     if (i0 >= rows_end)
         return;

@@ -15,7 +15,7 @@ __device__ __forceinline__ Head head(const Call& call, const Sequence& s, long l
     Head at;
     at.s = s;
     at.h = h;
-    at.h_kv = h / (call.Hq / call.Hkv);
+    at.h_kv = (unsigned)h / ((unsigned)call.Hq / (unsigned)call.Hkv);  // in line, while a division of 64 bits is a call
     at.scale = real(call.scale);
     at.slope = 0;
     if constexpr (ALIBI)
@@ -32,8 +32,14 @@ __device__ __forceinline__ int tile_kind(const Call& call, const Head& at, long 
         const int band = band_tile(call.band_lower, call.band_upper, i0, i1, j0, j1, at.s.offset);
         kind = band < kind ? band : kind;
     }
-    if constexpr (PAGE)  // some of its blocks may be outside the cache
-        kind = PARTIAL < kind ? PARTIAL : kind;
+    if constexpr (PAGE) {  // some of its blocks may be outside the cache
+        bool outside = false;
+        if (kind == FULL)
+            for (long long j = j0 + threadIdx.x; j < j1; j += THREADS)
+                outside |= !place_of(call, at.s, j).exists;
+        if (kind == FULL && __syncthreads_or(outside))
+            kind = PARTIAL;
+    }
 #if HAS_MASK
     if (kind != EMPTY) {
         const int mask = mask_tile(call.mask, at.s.b, at.h, i0, i1, j0, j1, at.s.offset);
