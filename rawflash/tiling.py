@@ -60,6 +60,13 @@ RAW_FORWARD = MMA_FORWARD | {192: ((64, 64), (64, 32)), 256: ((64, 64), (64, 32)
 RAW_THREADS = 128  # of a forward block
 RAW_MERGE = 640  # keys that a thread block could go through while parts are merged
 MMA_BACKWARD = {64: ((128, 128, 2), (64, 128, 2), (64, 64, 2), (64, 64, 1)), 128: ((64, 128, 2), (64, 64, 1))}
+SPLIT_INPUTS = "split inputs"  # family of cupy_raw's float32 kernels of fa2 that read parts which were split before
+SPLIT_PARTS = 3  # bfloat16 numbers of a float32 one
+SPLIT_LEAST = 512  # rows, and keys that a row sees: with fewer, splitting the inputs costs more than it gains
+SPLIT_COLUMNS = 128  # head dimension
+SPLIT_FORWARD = {64: (128, 64), 128: (128, 64)}  # (Br, Bc)
+SPLIT_DIRECTIONS = ("forward",)
+SPLIT_THREADS = 256  # of a block
 FEW = "few rows"  # family of numba_cpu's fa2 forward pass for few queries: one at a time, not one on each lane
 FEW_QUERIES = 8  # of a head; from 12 to 16 on, lanes full of queries are faster
 FEW_KEYS = 16  # rows of K or V that it may copy, to have whole vectors
@@ -143,7 +150,8 @@ class Tiles:
         Only "products": whole rows of scores that the softmax takes at a time.
     family : str
         Of the kernels that the plan is for, see :class:`rawflash.hardware.Chip`. "split": float32 products on
-        tensor cores, as sums of products of bfloat16 parts; "mma": 16-bit products there, sums in float32;
+        tensor cores, as sums of products of bfloat16 parts; "split inputs": the same, the inputs split
+        once by a kernel of its own; "mma": 16-bit products there, sums in float32;
         "few rows": see :mod:`rawflash.backends.numba_cpu.few_rows`.
     parts, part_keys : int
         Only the fa2 forward pass, on a GPU that would else be idle in parts or of the family "few rows": how many
@@ -196,6 +204,8 @@ class Tiles:
             )
         if self.family == SPLIT:
             lines.append("  float32 products on tensor cores, by six products of bfloat16 parts")
+        if self.family == SPLIT_INPUTS:
+            lines.append("  float32 products on tensor cores, by six products of bfloat16 parts that are split before")
         if self.family == MMA and any(tile.where == REGISTERS for tile in self.resident):
             lines.append("  products of 16-bit numbers on tensor cores, P and dS rounded to 16 bits, sums in float32")
         if self.family == FEW:
@@ -272,6 +282,22 @@ def raw_forward_takes(problem: Problem) -> bool:
         problem.algorithm == "fa2"
         and problem.dtype in ("float16", "bfloat16")
         and max(problem.Tq, problem.Tk) < MMA_LONGEST
+    )
+
+
+def split_takes(problem: Problem, direction: str) -> bool:
+    """Is this a problem for cupy_raw's kernels that read parts of float32 numbers, and large enough for them?"""
+    options = (problem.bias, problem.softcap, problem.mask, problem.sram)
+    lower, upper = problem.band.bounds()
+    return (
+        problem.algorithm == "fa2"
+        and problem.dtype == "float32"
+        and direction in SPLIT_DIRECTIONS
+        and max(problem.d, problem.dv) <= SPLIT_COLUMNS
+        and SPLIT_LEAST <= min(problem.Tq, problem.Tk, upper - lower + 1)
+        and max(problem.Tq, problem.Tk) < MMA_LONGEST
+        and all(option is None for option in options)
+        and not (problem.page or problem.alibi or problem.dropout)
     )
 
 
@@ -542,6 +568,10 @@ def _flash(problem: Problem, chip: Chip, direction: str, order: str | None, bloc
         return _mma(problem, chip, direction, order)
     if chip.family == HALVES:
         chip, family = replace(chip, family=SIMT), SIMT
+    if family == SPLIT and blocks is None and split_takes(problem, direction):
+        plan = _split(problem, chip, direction, order)
+        if plan is not None:
+            return plan
     if family in PIECES:
         return _pieces(problem, chip, direction, order)
     if family == MMA and blocks is None:
@@ -650,6 +680,28 @@ def _mma(problem: Problem, chip: Chip, direction: str, order: str) -> Tiles:
             if plan.smem_bytes <= room:
                 return plan
     return _flash(problem, replace(chip, family=SIMT), direction, order, None)
+
+
+def _split(problem: Problem, chip: Chip, direction: str, order: str) -> Tiles | None:
+    """Blocks of cupy_raw's kernels that read parts of float32 numbers; None: they do not fit, or the loops are others."""
+    to_d, to_dv = mma_pitch(problem.d), mma_pitch(problem.dv)
+    if order != (IJ if direction == "forward" else JI):
+        return None
+
+    def parts(name: str, rows: int, columns: int) -> Tile:
+        return Tile(name, SPLIT_PARTS * rows, columns, 2)
+
+    br, bc = SPLIT_FORWARD[max(to_d, to_dv)]
+    resident = (
+        parts("Q", br, to_d),
+        parts("K", bc, to_d),
+        parts("V", bc, to_dv),
+        Tile("S", br, bc, 4, REGISTERS),
+        Tile("O", br, problem.dv, 4, REGISTERS),
+    )
+    limit = _available(problem, chip)
+    plan = Tiles(br, bc, resident, chip.name, limit, order, family=SPLIT_INPUTS, threads=SPLIT_THREADS)
+    return plan if plan.smem_bytes <= limit else None
 
 
 def _raw_forward(problem: Problem, chip: Chip, order: str) -> Tiles:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from rawflash.arrays import Target
-from rawflash.backends.cupy_raw.launch import blocks_of, launcher
+from rawflash.backends.cupy_raw.launch import blocks_of, launcher, split_inputs
 from rawflash.problem import Operands, Problem
-from rawflash.tiling import FEW_MMA, FEW_MMA_LEAST, MMA, Tiles
+from rawflash.tiling import FEW_MMA, FEW_MMA_LEAST, MMA, SPLIT_INPUTS, Tiles
 
 MERGED_ROWS = 16  # of a thread block of mma/fa2_forward.cu's merge
 
@@ -16,7 +16,8 @@ def fa2_forward(problem: Problem, tiles: Tiles, x: Operands, out: Target, lse: T
         return _few_rows(problem, tiles, x, out, lse)
     blocks, parts = blocks_of(problem.Tq, tiles.br), tiles.parts
     halves = tiles.family == MMA and problem.backend == "cupy_raw"
-    file = "mma/fa2_forward.cu" if halves else "fa2_forward.cu"
+    split = tiles.family == SPLIT_INPUTS
+    file = "mma/fa2_forward.cu" if halves else "mma/split_forward.cu" if split else "fa2_forward.cu"
     kernels = x.memo.get(file) or launcher(
         file, problem, tiles, x, {"o": out, "lse": lse}, blocks=blocks, parts=parts, part_keys=tiles.part_keys
     )
@@ -27,6 +28,9 @@ def fa2_forward(problem: Problem, tiles: Tiles, x: Operands, out: Target, lse: T
         kept = parts - (problem.dtype == problem.compute_dtype)
         O, m, l = (kernels.workspace(rows * n) for n in (kept * problem.dv, parts, parts))
         values |= {"sums": O.data.ptr, "m.data": m.data.ptr, "l.data": l.data.ptr}
+    if split:
+        inputs, words = split_inputs(problem, tiles, x)
+        values |= words
     call = kernels.call(problem, x, values)
     if problem.varlen:
         kernels.run_over("clear_results", x.q.shape[1] * x.q.shape[2], call)

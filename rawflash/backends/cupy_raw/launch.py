@@ -34,6 +34,8 @@ VECTOR_BYTES = 16
 DEPTHS = {SPLIT: 16, DOUBLE: 8}  # products that a tensor core sums at a time (DEPTH in mma/)
 MOST_STRIDING = 4096  # blocks of a grid that strides
 LARGEST_GRID = 2**31 - 1
+SPLIT_ROWS = 64  # of a thread block of mma/split_inputs.cu
+SPLIT_CHUNK, SPLIT_CHUNK_BYTES = 8, 48  # numbers of a row, and bytes that their parts take
 SPARE = 256  # sets of counters that are made at a time: a graph of a model has a call for each layer
 # Constants that the text of a kernel is chosen by; the others are numbers in it.
 SWITCHES = ("PIECES", "SPLIT", "TYPE", "BIAS_TYPE", "SLOPE_TYPE", "SINK_TYPE", "ALIGNED", "PACKED", "BAND", "BIAS",
@@ -432,6 +434,28 @@ def side_gradients(problem: Problem, tiles: Tiles, x: Operands, grads: dict[str,
         tiles_of_bias = (1 if i == 1 else blocks_of(i, tiles.br)) * (1 if j == 1 else blocks_of(j, tiles.bc))
         kernels.run("bias_gradient", b * h * tiles_of_bias, call, tiles.smem_bytes)
     return delta
+
+
+def split_inputs(problem: Problem, tiles: Tiles, x: Operands) -> tuple[Any, dict[str, int]]:
+    """Split q, k, v and, of a backward pass, dout into bfloat16 parts (``mma/split_inputs.cu``).
+
+    Returns the workspace that holds them, and the words by which kernels that read split_rows.cuh's rows find them.
+    """
+    kernels = x.memo.get("mma/split_inputs.cu") or launcher("mma/split_inputs.cu", problem, tiles, x, {})
+    matrices = {name: getattr(x, name) for name in ("q", "k", "v", "dout") if getattr(x, name) is not None}
+    strides, starts, total = {}, {}, 0
+    for name, view in matrices.items():
+        slots, heads, rows, columns = view.shape
+        row = blocks_of(columns, SPLIT_CHUNK) * SPLIT_CHUNK_BYTES // 4
+        strides |= {f"{name}.batch": heads * rows * row, f"{name}.head": rows * row, f"{name}.row": row}
+        starts[name] = total
+        total += slots * heads * rows * row
+    made = kernels.workspace(total)
+    address = made.data.ptr
+    blocks = {name: problem.B * (problem.Hkv * blocks_of(problem.Tk, SPLIT_ROWS) if name in ("k", "v")
+                                 else problem.Hq * blocks_of(problem.Tq, SPLIT_ROWS)) for name in matrices}  # fmt: skip
+    kernels.run("split_inputs", sum(blocks.values()), kernels.call(problem, x, {"sums": address}))
+    return made, strides | {f"{name}.data": address + 4 * start for name, start in starts.items()}
 
 
 def blocks_of(rows: int, size: int) -> int:

@@ -1,0 +1,280 @@
+// FlashAttention-2, forward pass, in float32 by tensor cores that take bfloat16 (Dao 2024, algorithm 1), from parts that were split before
+// (split_inputs.cu). What products lose, and what sums: split.cuh, split_rows.cuh.
+//
+// A block of eight warps owns Br rows of one query head, a warp 16 of them. Q blocks outside (one thread block each), K/V blocks inside, from the last
+// to the first: that of the padding and, under a causal mask, of the diagonal is then the first. P is split in registers, where it lies as products
+// with V take it.
+//
+// On chip:  parts of Q (Br, d), K (Bc, d), V (Bc, dv); in registers S (Br, Bc), P, O (Br, dv), m, l. Read per step: parts of K_j and V_j, each while
+// the other's product runs. Written once: O_i, lse_i.
+//
+// Where that would leave multiprocessors idle, keys are shared out as in cuda/fa2_forward.cu.
+
+#include "numbers.cuh"
+#include "call.cuh"
+#include "tile.cuh"
+#include "split_rows.cuh"
+
+constexpr int WARPS = THREADS / WARP_SIZE;
+constexpr int NS = BC / 8, NO = depth_columns(DV) / 8;  // pieces of 8 columns, of S and of O
+constexpr int K_AT = tile_bytes(BR, D), V_AT = K_AT + tile_bytes(BC, D);  // bytes from the start of Q
+constexpr int ABREAST = 4;  // pieces
+constexpr int FAR = 1 << 30;  // beyond all rows and keys of a call that this kernel takes
+static_assert(BR == 16 * WARPS && BC % (8 * ABREAST) == 0, "whole pieces");
+static_assert(V_AT + tile_bytes(BC, DV) == TILE_BYTES, "the plan's tiles");
+
+// A tile of scores in registers: S[n][e] is row 8 (e / 2) + lane_g() of the warp's, column 8 n + 2 lane_t() + e % 2.
+struct ScoreTile {
+    static constexpr int R = 2, C = 2 * NS;
+    static __device__ __forceinline__ int row(int r) { return threadIdx.x / WARP_SIZE * 16 + lane_g() + 8 * r; }
+    static __device__ __forceinline__ int column(int c) { return c / 2 * 8 + 2 * lane_t() + c % 2; }
+};
+constexpr int ROW_LANES = 4;
+
+#include "philox.cuh"
+#include "scores.cuh"
+#include "softmax.cuh"
+#include "padding.cuh"
+#include "parts.cuh"
+#include "merge.cuh"
+
+static_assert(PLAIN && !DROPOUT && !HAS_MASK && !PAGE, "other calls are those of cuda/fa2_forward.cu");
+
+// Scores stay products q.k where what makes them powers of two can be multiplied to them with the subtraction of m. Others are in natural units, and
+// the difference comes first: a large one times log2(e) could overflow.
+constexpr bool PRODUCTS = SCALE_LATER;
+constexpr float GROWTH = 8;  // powers of two by which P may exceed 1 before m follows
+constexpr double LOG2E_DOUBLE = 1.4426950408889634;
+constexpr float LN2 = 0.6931471805599453f;
+
+// Which keys a lane's row r sees: from first + 8 r on, before end + 8 r (of the band) and before keys. All counted from the first key of all.
+struct Seen {
+    int first, end, keys;
+};
+
+__device__ __forceinline__ int narrowed(long long x) { return (int)clamp(x, -FAR, FAR); }
+
+// S = Q K^T
+__device__ __forceinline__ void products(float (&S)[NS][4], unsigned q_at, unsigned k_at)
+{
+    constexpr int STEPS = depth_columns(D) / 16;
+    float small[NS / ABREAST][ABREAST][4], large[NS / ABREAST][ABREAST][4];
+#pragma unroll
+    for (int n = 0; n < NS / ABREAST; n++)
+        clear(small[n]);
+    clear(S);
+#pragma unroll
+    for (int s = 0; s < STEPS; s++) {
+        unsigned A[PARTS][4];
+        read_parts<BR, D>(A, q_at, 0, 16 * s);
+#pragma unroll
+        for (int n = 0; n < NS / ABREAST; n++) {
+            unsigned B[ABREAST / 2][PARTS][4];
+#pragma unroll
+            for (int x = 0; x < ABREAST / 2; x++)
+                read_parts<BC, D>(B[x], k_at, 8 * ABREAST * n + 16 * x, 16 * s);
+            if (s % STEPS_ADDED == 0)
+                clear(large[n]);
+            multiply_parts<ABREAST>(large[n], small[n], A, B);
+            if (s % STEPS_ADDED == STEPS_ADDED - 1 || s == STEPS - 1) {
+#pragma unroll
+                for (int x = 0; x < ABREAST; x++)
+#pragma unroll
+                    for (int e = 0; e < 4; e++) {
+                        float& sum = S[ABREAST * n + x][e];
+                        sum = s < STEPS_ADDED ? large[n][x][e] : sum + large[n][x][e];
+                        if (s == STEPS - 1)
+                            sum += small[n][x][e];
+                    }
+            }
+        }
+    }
+}
+
+// S as products -> scores, hidden ones -inf. j is the first key of the block, FULL one that all rows see.
+__device__ __forceinline__ void finish_scores(float (&S)[NS][4], float scale, const Seen& seen, int j, bool full)
+{
+    const int left = j + 2 * lane_t(), keys = seen.keys - left;  // seen from the lane's first column
+#pragma unroll
+    for (int n = 0; n < NS; n++)
+#pragma unroll
+        for (int e = 0; e < 4; e++)
+            if constexpr (!PRODUCTS)
+                S[n][e] *= scale;
+    if (full)
+        return;
+#pragma unroll
+    for (int n = 0; n < NS; n++)
+#pragma unroll
+        for (int e = 0; e < 4; e++) {
+            const int x = 8 * n + e % 2, r = e / 2;
+            bool hidden = x >= keys;
+            if constexpr (BAND)
+                hidden |= x < seen.first - left + 8 * r || x >= seen.end - left + 8 * r;
+            if (hidden)
+                S[n][e] = -INFINITE;
+        }
+}
+
+// S becomes P = exp(S - m); O, m and l follow. m moves only when some row's maximum is far above it, as O and l are relative to any m, and what
+// is written of them is a quotient. It is the same in the lanes of a row, l is the lane's own part of the sum. Of PRODUCTS m is scaled, to a
+// power of two.
+__device__ __forceinline__ void softmax_step(float (&S)[NS][4], float (&O)[NO][4], float (&m)[2], float (&l)[2], float power)
+{
+    float top[2];
+    bool grows = false;
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+        float highest = -INFINITE;
+#pragma unroll
+        for (int n = 0; n < NS; n++)
+            highest = larger(highest, larger(S[n][2 * r], S[n][2 * r + 1]));
+        top[r] = PRODUCTS ? highest * power : highest;
+        grows |= PRODUCTS ? top[r] - m[r] > GROWTH : (top[r] - m[r]) * power > GROWTH;  // NaN while nothing was seen: no
+    }
+    if (__any_sync(WARP, grows)) {
+#pragma unroll
+        for (int r = 0; r < 2; r++) {
+            const float highest = larger(m[r], maximum_of_lanes<ROW_LANES>(top[r]));
+            const float change = m[r] - (highest == -INFINITE ? 0.0f : highest);
+            const float alpha = exp2_approximately(PRODUCTS ? change : change * power);
+            m[r] = highest;
+            l[r] *= alpha;
+#pragma unroll
+            for (int n = 0; n < NO; n++) {
+                O[n][2 * r] *= alpha;
+                O[n][2 * r + 1] *= alpha;
+            }
+        }
+    }
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+        const float shift = m[r] == -INFINITE ? 0.0f : m[r];  // a row that has seen no key: 2^(-inf - 0) is 0
+        float total = 0;
+#pragma unroll
+        for (int n = 0; n < NS; n++)
+#pragma unroll
+            for (int e = 2 * r; e < 2 * r + 2; e++) {
+                float& s = S[n][e];
+                s = exp2_approximately(PRODUCTS ? multiply_add(s, power, -shift) : (s - shift) * power);
+                total += s;
+            }
+        l[r] += total;
+    }
+}
+
+// O += P V
+__device__ __forceinline__ void add_output(float (&O)[NO][4], const float (&P)[NS][4], unsigned v_at)
+{
+    constexpr int STEPS = NS / 2;
+    unsigned A[STEPS][PARTS][4];
+#pragma unroll
+    for (int s = 0; s < STEPS; s++)
+        split_piece(A[s], P[2 * s], P[2 * s + 1]);
+    accumulate<BC, DV>(O, A, v_at, 0, 0);
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) fa2_forward(const __grid_constant__ Call call)
+{
+    extern __shared__ __align__(LINE_BYTES) unsigned char on_chip[];
+    const Work work = work_of(call);
+    const Sequence s = sequence(call, work.b);
+    const Head at = head(call, s, work.h);
+    const long long i0 = work.block * BR;
+    const long long rows_end = PACKED ? s.q_length : call.Tq;  // packed: the rows behind a sequence are another's
+    if (i0 >= rows_end)
+        return;
+    long long j_low, j_high;
+    key_range(call, s, i0, j_low, j_high);
+    const int parts = parts_of(call, j_low, j_high);
+    if (work.part >= parts)
+        return;
+    j_low += work.part * call.part_keys;
+    if (work.part < parts - 1)
+        j_high = j_low + call.part_keys;
+
+    // In 32 bits from j_low on: blocks of keys, those from `whole` to `whole_end` seen by all rows; which keys the lane's first row sees
+    const int blocks = (int)((most(j_high - j_low, 0) + BC - 1) / BC), keys = narrowed(s.kv_length - j_low);
+    const int rows = narrowed(s.q_length - i0), lane_row = ScoreTile::row(0);
+    int whole = 0, whole_end = keys / BC;
+    Seen seen = {-FAR, FAR, keys};
+    if constexpr (BAND) {
+        const long long lower = i0 + s.offset + call.band_lower - j_low, upper = i0 + s.offset + call.band_upper + 1 - j_low;
+        whole = (narrowed(most(lower + least(BR, rows) - 1, 0)) + BC - 1) / BC;
+        whole_end = (int)least(whole_end, narrowed(most(upper, 0)) / BC);
+        seen.first = narrowed(lower + lane_row);
+        seen.end = narrowed(upper + lane_row);
+    }
+
+    const unsigned base = shared_address(on_chip);
+    const unsigned q_at = base + threadIdx.x / WARP_SIZE * (16 * line_columns(D) * 2) + lane_rows<line_columns(D)>();
+    const unsigned k_at = base + K_AT + lane_columns<line_columns(D)>(), v_at = base + V_AT + lane_rows<line_columns(DV)>();
+    const unsigned char* const keys_from = copied_from(call.k, s.slot, at.h_kv, s.k_start + j_low);
+    const unsigned char* const values_from = copied_from(call.v, s.slot, at.h_kv, s.k_start + j_low);
+    auto load_keys = [&](int j) {
+        load_rows_of<BC, D>(base + K_AT, keys_from + j * call.k.row * (int)sizeof(real), call.k.row, keys - j);
+    };
+
+    float O[NO][4], m[2], l[2];
+    clear(O);
+    m[0] = m[1] = -INFINITE, l[0] = l[1] = 0;
+    const float power = PRODUCTS ? float(call.scale * LOG2E_DOUBLE) : LOG2E;
+
+    // Load Q_i and the first K_j
+    if (blocks > 0) {
+        load_rows_of<BR, D>(base, copied_from(call.q, s.slot, at.h, s.q_start + i0), call.q.row, rows);
+        load_keys((blocks - 1) * BC);
+        commit_group();
+    }
+#pragma unroll 1
+    for (int n = blocks - 1; n >= 0; n--) {
+        const int j = n * BC;
+        await_groups<0>();
+        __syncthreads();  // Q_i and K_j are there, and no thread reads V of the step before
+        load_rows_of<BC, DV>(base + V_AT, values_from + j * call.v.row * (int)sizeof(real), call.v.row, keys - j);
+        commit_group();
+
+        // S = Q K^T
+        float S[NS][4];
+        products(S, q_at, k_at);
+        finish_scores(S, at.scale, seen, j, whole <= n && n < whole_end);
+        await_groups<0>();
+        __syncthreads();  // V_j is there, and no thread reads K_j any more
+        if (n > 0)
+            load_keys(j - BC);
+        commit_group();
+
+        // m_new = max(m, rowmax(S)); P = exp(S - m_new); l = alpha l + rowsum(P); O = alpha O + P V
+        softmax_step(S, O, m, l, power);
+        add_output(O, S, v_at);
+    }
+
+    // O = O / l, lse = m + log l; padding is 0 and -inf
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+        const long long i = i0 + lane_row + 8 * r;
+        float total = sum_of_lanes<ROW_LANES>(l[r]), factor = 1, lse = -INFINITE;
+        const float highest = PRODUCTS ? m[r] * LN2 : m[r];
+        const bool merged = parts > 1;  // fa2_forward_merge does the rest
+        if (merged ? i >= s.q_length : i >= rows_end)
+            continue;
+        float* to;
+        if (merged) {
+            to = sums_of_part(call, at, work.part, i);
+            if (lane_t() == 0) {
+                *of_part(call, call.m, at, work.part, i) = highest;
+                *of_part(call, call.l, at, work.part, i) = total;
+            }
+        } else {
+            to = row_of(call.o, s.slot, at.h, s.q_start + i);
+            if (i < s.q_length)
+                factor = finish_row(call, at, highest, total, lse);
+            if (lane_t() == 0)
+                store_lse(call, s.slot, at.h, s.q_start + i, lse);
+        }
+        const bool empty = !merged && (i >= s.q_length || total == 0);
+#pragma unroll
+        for (int n = 0; n < NO; n++)
+            store_pair<DV>(to, 8 * n + 2 * lane_t(), empty ? 0.0f : O[n][2 * r] * factor, empty ? 0.0f : O[n][2 * r + 1] * factor);
+    }
+}

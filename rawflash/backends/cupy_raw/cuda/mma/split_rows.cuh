@@ -1,0 +1,178 @@
+// Rows of bfloat16 parts, as mma/split_inputs.cu leaves them in a workspace, and products of three-part tiles.
+//
+// A number is the sum of PARTS parts (split.cuh). A row of N numbers lies as its first parts, its second, its third; each of them is filled up with
+// zeros to whole pieces of 16 bytes, so that copies are 16 bytes wide whatever the arrays are. Matrix q, k, v or dout of a kernel's Call then is
+// such a workspace; its strides count real numbers, as those of the arrays do. In shared memory a tile is PARTS tiles of halves.cuh, one behind
+// the other.
+//
+// Sums: tensor cores cut off where float32 additions round, at the last bit of what they add to. The five products with a second or third part are
+// below 2^-7 of the result: they have a sum of their own, in which what is cut off does not count however long it is. The sum of the products of
+// first parts ends after STEPS_ADDED tensor-core products, and sums are added by ordinary additions.
+
+#include "halves.cuh"
+#include "split.cuh"
+
+constexpr int STEPS_ADDED = 4;
+
+__device__ constexpr int part_columns(int n) { return (n + CHUNK_HALVES - 1) / CHUNK_HALVES * CHUNK_HALVES; }  // of one part of a row
+__device__ constexpr int row_bytes(int n) { return PARTS * part_columns(n) * 2; }
+__device__ constexpr int part_bytes(int rows, int n) { return rows * line_columns(n) * 2; }  // of one part of a tile
+__device__ constexpr int tile_bytes(int rows, int n) { return PARTS * part_bytes(rows, n); }
+
+// Begin to copy ROWS rows of N numbers. from(n, exists): where row copied_row() + n is, from this thread's chunk on; rows that do not exist become
+// zeros, but their address is to be one of the workspace's. WHOLE: they all exist.
+template <int ROWS, int N, bool WHOLE, class From> __device__ __forceinline__ void load_parts(unsigned tile, const From& from)
+{
+    constexpr int COLUMNS = line_columns(N), PART = part_columns(N);
+    static_assert(ROWS % ROWS_AT_ONCE == 0, "all threads copy as many rows");
+    const int column = CHUNK_HALVES * copied_chunk();
+    const unsigned target = tile + chunk_at<COLUMNS>(copied_row(), copied_chunk());
+#pragma unroll
+    for (int n = 0; n < ROWS; n += ROWS_AT_ONCE) {
+        bool exists = true;
+        const unsigned char* const source = from(n, exists);
+#pragma unroll
+        for (int p = 0; p < PARTS; p++)
+#pragma unroll
+            for (int x = 0; x < COLUMNS; x += LINE_HALVES) {
+                const unsigned to = target + p * part_bytes(ROWS, N) + n * (COLUMNS * 2) + x * 2;
+                const unsigned char* const at = source + p * (PART * 2) + x * 2;
+                if (WHOLE && x + LINE_HALVES <= PART)
+                    copy_chunk(to, at);
+                else if (x + LINE_HALVES <= PART)
+                    copy_chunk_if(to, at, exists);
+                else if (x + column < PART)
+                    copy_chunk_if(to, at, exists);
+                else
+                    copy_chunk_if(to, source, false);
+            }
+    }
+}
+
+// The rows of a matrix from `first` on (this thread's chunk of its first row), `count` of which exist.
+template <int ROWS, int N>
+__device__ __forceinline__ void load_rows_of(unsigned tile, const unsigned char* first, long long row, int count)
+{
+    const long long stride = row * (long long)sizeof(real);
+    if (count >= ROWS) {
+        load_parts<ROWS, N, true>(tile, [&](int n, bool&) { return first + n * stride; });
+    } else {
+        load_parts<ROWS, N, false>(tile, [&](int n, bool& exists) {
+            exists = n + copied_row() < count;
+            return first + (exists ? n * stride : 0);
+        });
+    }
+}
+
+// Where this thread begins to copy: its chunk of row t + copied_row().
+__device__ __forceinline__ const unsigned char* copied_from(const Matrix& matrix, long long slot, long long h, long long t)
+{
+    return (const unsigned char*)row_of(matrix, slot, h, t + copied_row()) + 2 * CHUNK_HALVES * copied_chunk();
+}
+
+// All parts of a piece of 16 x 16 numbers of a tile of ROWS rows of N numbers.
+template <int ROWS, int N> __device__ __forceinline__ void read_parts(unsigned (&words)[PARTS][4], unsigned at, int y, int x)
+{
+#pragma unroll
+    for (int p = 0; p < PARTS; p++)
+        read_piece<line_columns(N)>(words[p], at + p * part_bytes(ROWS, N), y, x);
+}
+
+template <int ROWS, int N> __device__ __forceinline__ void read_parts_transposed(unsigned (&words)[PARTS][4], unsigned at, int y, int x)
+{
+#pragma unroll
+    for (int p = 0; p < PARTS; p++)
+        read_piece_transposed<line_columns(N)>(words[p], at + p * part_bytes(ROWS, N), y, x);
+}
+
+// The six products of parts for 16 x 8 N sums: large and small are where those of the first parts and the others are summed. Pieces of 8 columns
+// abreast, as a product waits for the one before it in its sum; a pair of them has one B.
+template <int N>
+__device__ __forceinline__ void multiply_parts(
+    float (&large)[N][4], float (&small)[N][4], const unsigned (&A)[PARTS][4], const unsigned (&B)[N / 2][PARTS][4])
+{
+#pragma unroll
+    for (int order = PARTS - 1; order >= 0; order--)
+#pragma unroll
+        for (int p = 0; p <= order; p++)
+#pragma unroll
+            for (int n = 0; n < N; n++) {
+                const unsigned(&four)[4] = B[n / 2][order - p];
+                const unsigned two[2] = {four[n % 2 * 2], four[n % 2 * 2 + 1]};
+                multiply_bfloat16(order == 0 ? large[n] : small[n], A[p], two);
+            }
+}
+
+// Pairs of neighbours in a row of results as the words of A for products with them: X[0] has eight columns, X[1] the next eight.
+__device__ __forceinline__ void split_piece(unsigned (&words)[PARTS][4], const float (&left)[4], const float (&right)[4])
+{
+#pragma unroll
+    for (int e = 0; e < 4; e++) {
+        const float(&X)[4] = e < 2 ? left : right;
+        unsigned pair[PARTS];
+        split(X[e % 2 * 2], X[e % 2 * 2 + 1], pair);
+#pragma unroll
+        for (int p = 0; p < PARTS; p++)
+            words[p][e] = pair[p];
+    }
+}
+
+template <int N> __device__ __forceinline__ void clear(float (&X)[N][4])
+{
+#pragma unroll
+    for (int n = 0; n < N; n++)
+#pragma unroll
+        for (int e = 0; e < 4; e++)
+            X[n][e] = 0;
+}
+
+template <int N> __device__ __forceinline__ void add(float (&X)[N][4], const float (&Y)[N][4])
+{
+#pragma unroll
+    for (int n = 0; n < N; n++)
+#pragma unroll
+        for (int e = 0; e < 4; e++)
+            X[n][e] += Y[n][e];
+}
+
+// sum += A B for the first 16 rows of A and the columns of B from `column` on, N pieces of them: B has rows of COLUMNS numbers, the depths, from `depth`
+// on, in a tile of ROWS rows, which `at` is the address of and lane_rows().
+template <int ROWS, int COLUMNS, int STEPS, int N>
+__device__ __forceinline__ void accumulate(float (&sum)[N][4], const unsigned (&A)[STEPS][PARTS][4], unsigned at, int depth, int column)
+{
+    constexpr int ABREAST = N % 4 == 0 ? 4 : 2;
+    static_assert(N % ABREAST == 0 && STEPS <= STEPS_ADDED, "whole pieces, and one addition");
+#pragma unroll
+    for (int n = 0; n < N; n += ABREAST) {
+        float large[ABREAST][4], small[ABREAST][4];
+        clear(large);
+        clear(small);
+#pragma unroll
+        for (int s = 0; s < STEPS; s++) {
+            unsigned B[ABREAST / 2][PARTS][4];
+#pragma unroll
+            for (int x = 0; x < ABREAST / 2; x++)
+                read_parts_transposed<ROWS, COLUMNS>(B[x], at, depth + 16 * s, column + 8 * n + 16 * x);
+            multiply_parts<ABREAST>(large, small, A[s], B);
+        }
+#pragma unroll
+        for (int x = 0; x < ABREAST; x++)
+#pragma unroll
+            for (int e = 0; e < 4; e++)
+                sum[n + x][e] += large[x][e] + small[x][e];
+    }
+}
+
+// Columns x and x + 1 of a row of N numbers, x even.
+template <int N> __device__ __forceinline__ void store_pair(float* row, int x, float left, float right)
+{
+    if (ALIGNED) {
+        if (x < N)
+            *reinterpret_cast<float2*>(row + x) = make_float2(left, right);
+    } else {
+        if (x < N)
+            row[x] = left;
+        if (x + 1 < N)
+            row[x + 1] = right;
+    }
+}
