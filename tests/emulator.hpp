@@ -46,6 +46,7 @@ inline unsigned __umulhi(unsigned x, unsigned y) { return (unsigned)((uint64_t)x
 template <class T> inline T __ldg(const T* p) { return *p; }
 template <class T> inline T __ldcg(const T* p) { return *p; }
 inline long long in_register(long long x) { return x; }
+inline unsigned once_more(unsigned x) { return x; }
 inline unsigned count_and_see(unsigned* p, unsigned most) { const unsigned x = *p; *p = x >= most ? 0 : x + 1; return x; }
 template <class T> inline void atomicAdd(T* p, T x) { *p += x; }
 inline void atomicAdd(float2* p, float2 x) { p->x += x.x, p->y += x.y; }

@@ -44,7 +44,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) fa2_forward(const 
     constexpr int R = ScoreTile::R, C = ScoreTile::C, CV = QueryTile<DV>::C;
     static_assert(ScoreTile::ROW_IN_WARP, "the softmax takes whole rows");
 
-    const Work work = work_of(call);
+    const Work work = work_of(call, blockIdx.x);
     const int part = work.part;
     const Sequence s = sequence(call, work.b);
     const Head at = head(call, s, work.h);

@@ -7,15 +7,15 @@ struct Work {
 
 // The last blocks first: under a causal mask they have the most keys. All of one head, so that its K and V stay in L2; but of a grid so
 // small that keys are shared out, first the last blocks of all heads. A grid counts in 32 bits, which are divided in line.
-__device__ __forceinline__ Work work_of(const Call& call)
+__device__ __forceinline__ Work work_of(const Call& call, unsigned place)
 {
     const unsigned blocks = (unsigned)call.blocks;
-    unsigned block = blockIdx.x % blocks, bh = blockIdx.x / blocks, part = 0;
+    unsigned block = place % blocks, bh = place / blocks, part = 0;
     if (call.parts > 1) {
         const unsigned heads = (unsigned)(call.B * call.Hq), parts = (unsigned)call.parts;
-        block = blockIdx.x / heads / parts;
-        part = blockIdx.x / heads % parts;
-        bh = blockIdx.x % heads;
+        block = place / heads / parts;
+        part = place / heads % parts;
+        bh = place % heads;
     }
     const unsigned Hq = (unsigned)call.Hq;
     return {blocks - 1 - block, bh / Hq, bh % Hq, (int)part};
@@ -26,7 +26,8 @@ __device__ __forceinline__ int parts_of(const Call& call, long long j_low, long 
 {
     if (call.parts == 1)
         return 1;
-    return (int)clamp((j_high - j_low + call.part_keys - 1) / call.part_keys, 1, call.parts);
+    const unsigned keys = (unsigned)clamp(j_high - j_low, 0, 0x7FFFFFFF), part_keys = (unsigned)call.part_keys;
+    return (int)clamp((keys + part_keys - 1) / part_keys, 1, call.parts);
 }
 
 // Where the O of a part lies: the first one's in the output itself, if that has numbers as wide.

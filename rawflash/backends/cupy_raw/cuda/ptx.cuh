@@ -64,6 +64,13 @@ __device__ __forceinline__ long long in_register(long long x)
     return x;
 }
 
+// The same number, of which the compiler does not know that: what is computed from it is not kept in registers for as long.
+__device__ __forceinline__ unsigned once_more(unsigned x)
+{
+    asm volatile("" : "+r"(x));
+    return x;
+}
+
 // What the counter was; then it is one more, or 0 after `most`. Whoever sees this count sees all that was written before it: by this thread,
 // and by those that waited at a barrier with it.
 __device__ __forceinline__ unsigned count_and_see(unsigned* counter, unsigned most)

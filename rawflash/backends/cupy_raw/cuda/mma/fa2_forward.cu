@@ -29,7 +29,10 @@ static_assert(V_AT + BC * COLUMNS_V * 2 == TILE_BYTES, "the plan's tiles");
 // A tile of scores in registers: S[m][n][e] is row 8 (2 m + e / 2) + lane_g() of the warp's, column 8 n + 2 lane_t() + e % 2.
 struct ScoreTile {
     static constexpr int R = ROWS, C = 2 * NS;
-    static __device__ __forceinline__ int row(int r) { return threadIdx.x / WARP_SIZE * (16 * MT) + lane_g() + 8 * r; }
+    static __device__ __forceinline__ int row(int r, unsigned thread = threadIdx.x)
+    {
+        return (int)(thread / WARP_SIZE * (16 * MT) + thread % WARP_SIZE / 4) + 8 * r;
+    }
     static __device__ __forceinline__ int column(int c) { return c / 2 * 8 + 2 * lane_t() + c % 2; }
 };
 constexpr int ROW_LANES = 4;
@@ -142,7 +145,7 @@ __device__ __forceinline__ bool bit(const unsigned (&bits)[MT][BIT_WORDS], int m
 __device__ __forceinline__ void finish_scores(
     const Call& call, const Head& at, float (&S)[MT][NS][4], const Seen& seen, const Step& step, long long i0, long long j0)
 {
-    const int left = step.j + 2 * lane_t(), keys = seen.keys - left;  // seen from the lane's first column
+    const int left = step.j + 2 * (int)(once_more(threadIdx.x) % 4), keys = seen.keys - left;  // seen from the lane's first column
     const long long i_lane = i0 + ScoreTile::row(0), j_lane = j0 + 2 * lane_t();
     if constexpr (!PRODUCTS)
         for_each_number([&](int m, int n, int e, int r, int x) {
@@ -274,35 +277,92 @@ __device__ __forceinline__ void add_output(float (&O)[MT][NO][4], const float (&
 
 // ---- K and V --------------------------------------------------------------------------------------------------------------------
 
-// Begin to copy the block of keys whose first is j, as `first` counts: where this thread's chunk of its first row of key 0 is.
-template <int N>
+// Begin to copy a block of keys, of which `count` exist. `first` is where this thread's chunk of its first row of the block is, if the cache is not
+// paged; j0 the block's first key.
+template <int N, bool WHOLE>
 __device__ __forceinline__ void load_keys(
-    unsigned tile, const Call& call, const Matrix& matrix, const elem* first, const Head& at, long long j0, int j, int keys)
+    unsigned tile, const Call& call, const Matrix& matrix, const elem* first, const Head& at, long long j0, int count)
 {
     if constexpr (PAGE) {
         load_halves<BC, N, false>(tile, [&](int n, bool& exists) {
             const int row = n + copied_row();
-            const Place place = row < keys - j ? place_of(call, at.s, j0 + row) : Place{0, 0, false};
+            const Place place = row < count ? place_of(call, at.s, j0 + row) : Place{0, 0, false};
             exists = place.exists;
             return row_of(matrix, place.slot, at.h_kv, place.t) + CHUNK_HALVES * copied_chunk();
         });
     } else {
-        const elem* const source = first + j * matrix.row;
-        if (j + BC <= keys) {
-            load_halves<BC, N, true>(tile, [&](int n, bool&) { return source + n * matrix.row; });
-        } else {
-            load_halves<BC, N, false>(tile, [&](int n, bool& exists) {
-                exists = n + copied_row() < keys - j;
-                return source + (exists ? n * matrix.row : 0);
-            });
-        }
+        load_halves<BC, N, WHOLE>(tile, [&](int n, bool& exists) {
+            exists = WHOLE || n + copied_row() < count;
+            return first + (exists ? n * matrix.row : 0);
+        });
     }
+}
+
+// ---- O ------------------------------------------------------------------------------------------------------------------------
+
+// O = O / l, lse = m + log l; padding is 0 and -inf. Or O, m and l of a part, as they are. Where the rows are is found once more: it would
+// else take registers for the whole loop.
+__device__ __forceinline__ void store_results(const Call& call, float (&O)[MT][NO][4], const float (&m)[ROWS], const float (&l)[ROWS], unsigned base)
+{
+    const unsigned thread = once_more(threadIdx.x), t = thread % 4;
+    const Work work = work_of(call, once_more(blockIdx.x));
+    const Sequence s = sequence(call, work.b);
+    const Head at = head(call, s, work.h);
+    const long long i0 = work.block * BR, rows_end = PACKED ? s.q_length : call.Tq;
+    long long j_low, j_high;
+    key_range(call, s, i0, j_low, j_high);
+    const int parts = parts_of(call, j_low, j_high);
+    float factor[ROWS];
+    bool empty[ROWS];
+#pragma unroll
+    for (int r = 0; r < ROWS; r++) {
+        const long long i = i0 + ScoreTile::row(r, thread);
+        float total = sum_of_lanes<ROW_LANES>(l[r]);
+        const float highest = PRODUCTS ? m[r] * LN2 : m[r];
+        if (parts > 1) {  // fa2_forward_merge does the rest
+            if (i < s.q_length) {
+                float* const to = sums_of_part(call, at, work.part, i);
+#pragma unroll
+                for (int n = 0; n < NO; n++) {
+                    const int x = 8 * n + 2 * t;
+                    const float pair[2] = {O[r / 2][n][r % 2 * 2], O[r / 2][n][r % 2 * 2 + 1]};
+                    if (DV % 2 == 0) {
+                        if (x < DV)
+                            *reinterpret_cast<float2*>(to + x) = make_float2(pair[0], pair[1]);
+                    } else {
+                        if (x < DV)
+                            to[x] = pair[0];
+                        if (x + 1 < DV)
+                            to[x + 1] = pair[1];
+                    }
+                }
+                if (t == 0) {
+                    *of_part(call, call.m, at, work.part, i) = highest;
+                    *of_part(call, call.l, at, work.part, i) = total;
+                }
+            }
+            continue;
+        }
+        float lse = -INFINITE;
+        factor[r] = i < s.q_length ? finish_row(call, at, highest, total, lse) : 0.0f;
+        if constexpr (DROPOUT)
+            factor[r] *= float(call.keep_scale);
+        empty[r] = i >= s.q_length || total == 0;
+        if (t == 0 && i < rows_end)
+            store_lse(call, s.slot, at.h, s.q_start + i, lse);
+    }
+    if (parts > 1)
+        return;
+    __syncthreads();  // no thread reads Q, or K where rows of V are wider
+    const int warp_row = (int)(thread / WARP_SIZE) * (16 * MT), exist = narrowed(rows_end - i0) - warp_row;
+    elem* const to = row_of(call.o, s.slot, at.h, s.q_start + i0 + warp_row);
+    store_rows<MT, DV>(O, factor, empty, base + warp_row * (COLUMNS_V * 2), [&](int y) { return y < exist ? to + y * call.o.row : nullptr; });
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 2) fa2_forward(const __grid_constant__ Call call)
 {
     extern __shared__ __align__(LINE_BYTES) unsigned char on_chip[];
-    const Work work = work_of(call);
+    const Work work = work_of(call, blockIdx.x);
     const Sequence s = sequence(call, work.b);
     const Head at = head(call, s, work.h);
     const long long i0 = work.block * BR;
@@ -318,32 +378,30 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) fa2_forward(const __gri
     if (work.part < parts - 1)
         j_high = j_low + call.part_keys;
 
-    // In 32 bits from j_low on: blocks of keys, those from `whole` to `whole_end` seen by all rows; which keys the lane's first row sees
-    const int blocks = (int)((most(j_high - j_low, 0) + BC - 1) / BC), keys = narrowed(s.kv_length - j_low);
-    const int rows = narrowed(s.q_length - i0), lane_row = ScoreTile::row(0);
-    int whole = 0, whole_end = keys / BC;
+    // In 32 bits from j_low on: the keys that all rows see, and those that the lane's first row sees
+    const int keys = narrowed(s.kv_length - j_low), rows = narrowed(s.q_length - i0), lane_row = ScoreTile::row(0);
+    int whole = 0, whole_end = keys;
     Seen seen = {-FAR, FAR, keys};
     if constexpr (BAND) {
         const long long lower = i0 + s.offset + call.band_lower - j_low, upper = i0 + s.offset + call.band_upper + 1 - j_low;
-        whole = (narrowed(most(lower + least(BR, rows) - 1, 0)) + BC - 1) / BC;
-        whole_end = (int)least(whole_end, narrowed(most(upper, 0)) / BC);
+        whole = narrowed(lower + least(BR, rows) - 1);
+        whole_end = (int)least(keys, narrowed(upper));
         seen.first = narrowed(lower + lane_row);
         seen.end = narrowed(upper + lane_row);
     }
     if (BIAS && rows < BR)  // a bias has no other rows
         whole_end = 0;
-    auto step_at = [&](int n) { return Step{n * BC, n < 0 ? EMPTY : whole <= n && n < whole_end ? FULL : PARTIAL}; };
+    auto step_at = [&](int j) { return Step{j, j < 0 ? EMPTY : whole <= j && j + BC <= whole_end ? FULL : PARTIAL}; };
     auto step_from = [&](long long j) {
         const Block block = next_keys(call, at, i0, j, j_high);
         return Step{(int)(block.start - j_low), block.kind};
     };
-    Step step = SEARCHED ? step_from(j_low) : step_at(blocks - 1);
+    Step step = SEARCHED ? step_from(j_low) : step_at((int)((j_high - j_low + BC - 1) / BC - 1) * BC);
 
     const unsigned base = shared_address(on_chip);
-    const unsigned q_at = base + threadIdx.x / WARP_SIZE * (16 * MT * COLUMNS_D * 2) + lane_rows<COLUMNS_D>();
-    const unsigned k_at = base + K_AT + lane_columns<COLUMNS_D>(), v_at = base + V_AT + lane_rows<COLUMNS_V>();
-    const elem* const keys_from = row_of(call.k, s.slot, at.h_kv, s.k_start + j_low + copied_row()) + CHUNK_HALVES * copied_chunk();
-    const elem* const values_from = row_of(call.v, s.slot, at.h_kv, s.k_start + j_low + copied_row()) + CHUNK_HALVES * copied_chunk();
+    auto q_at = [&](unsigned thread) { return base + thread / WARP_SIZE * (16 * MT * COLUMNS_D * 2) + lane_rows<COLUMNS_D>(thread); };
+    const elem* keys_from = row_of(call.k, s.slot, at.h_kv, s.k_start + j_low + step.j + copied_row()) + CHUNK_HALVES * copied_chunk();
+    const elem* values_from = row_of(call.v, s.slot, at.h_kv, s.k_start + j_low + step.j + copied_row()) + CHUNK_HALVES * copied_chunk();
 
     float O[MT][NO][4] = {}, m[ROWS], l[ROWS];
     unsigned Q[KEEP_Q ? depth_columns(D) / 16 : 1][MT][4];
@@ -352,7 +410,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) fa2_forward(const __gri
         m[r] = -INFINITE, l[r] = 0;
     const float power = PRODUCTS ? at.scale * LOG2E : LOG2E;
 
-    // Load Q_i and the first K_j
+    // Load Q_i and the first K_j and V_j. Only these may reach behind the last key, where blocks are not searched
     if (step.kind != EMPTY) {
         const elem* const source = row_of(call.q, s.slot, at.h, s.q_start + i0) + CHUNK_HALVES * copied_chunk();
         load_halves<BR, D, false>(base, [&](int n, bool& exists) {
@@ -362,89 +420,50 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) fa2_forward(const __gri
         });
         if constexpr (KEEP_Q)
             commit_group();
-        load_keys<D>(base + K_AT, call, call.k, keys_from, at, j_low + step.j, step.j, keys);
+        load_keys<D, false>(base + K_AT, call, call.k, keys_from, at, j_low + step.j, keys - step.j);
+        load_keys<DV, false>(base + V_AT, call, call.v, values_from, at, j_low + step.j, keys - step.j);
         commit_group();
         if constexpr (KEEP_Q) {
             await_groups<1>();
             __syncthreads();  // Q_i is there
 #pragma unroll
             for (int x = 0; x < depth_columns(D) / 16; x++)
-                read_q(Q[x], q_at, x);
+                read_q(Q[x], q_at(threadIdx.x), x);
         }
     }
-    while (step.kind != EMPTY) {
-        const Step next = SEARCHED ? step_from(j_low + step.j + BC) : step_at(step.j / BC - 1);
+    for (bool first = true; step.kind != EMPTY; first = false) {
         const long long j0 = j_low + step.j;
         await_groups<0>();
         __syncthreads();  // Q_i and K_j are there, and no thread reads V of the step before
-        load_keys<DV>(base + V_AT, call, call.v, values_from, at, j0, step.j, keys);
+        if (!first)
+            load_keys<DV, !SEARCHED>(base + V_AT, call, call.v, values_from, at, j0, keys - step.j);
         commit_group();
 
-        // S = Q K^T
+        // S = Q K^T. Addresses of operands are not to take registers beyond the product
         float S[MT][NS][4];
-        products(S, Q, q_at, k_at);
+        const unsigned thread = once_more(threadIdx.x);
+        products(S, Q, q_at(thread), base + K_AT + lane_columns<COLUMNS_D>(thread));
         finish_scores(call, at, S, seen, step, i0, j0);
+        const Step next = SEARCHED ? step_from(j0 + BC) : step_at(step.j - BC);
         await_groups<0>();
         __syncthreads();  // V_j is there, and no thread reads K_j any more
+        const int moved = SEARCHED ? next.j - step.j : -BC;
+        keys_from += moved * call.k.row;
+        values_from += moved * call.v.row;
         if (next.kind != EMPTY)
-            load_keys<D>(base + K_AT, call, call.k, keys_from, at, j_low + next.j, next.j, keys);
+            load_keys<D, !SEARCHED>(base + K_AT, call, call.k, keys_from, at, j_low + next.j, keys - next.j);
         commit_group();
 
         // m_new = max(m, rowmax(S)); P = exp(S - m_new); l = alpha l + rowsum(P); O = alpha O + P V
         softmax_step(S, O, m, l, power);
         if constexpr (DROPOUT)
             drop(call, at, S, i0, j0);
-        add_output(O, S, v_at);
+        add_output(O, S, base + V_AT + lane_rows<COLUMNS_V>(once_more(threadIdx.x)));
         step = next;
     }
     await_groups<0>();
 
-    // O = O / l, lse = m + log l; padding is 0 and -inf
-    float factor[ROWS];
-    bool empty[ROWS];
-#pragma unroll
-    for (int r = 0; r < ROWS; r++) {
-        const long long i = i0 + lane_row + 8 * r;
-        float total = sum_of_lanes<ROW_LANES>(l[r]);
-        const float highest = PRODUCTS ? m[r] * LN2 : m[r];
-        if (parts > 1) {  // fa2_forward_merge does the rest
-            if (i < s.q_length) {
-                float* const to = sums_of_part(call, at, work.part, i);
-#pragma unroll
-                for (int n = 0; n < NO; n++) {
-                    const int x = 8 * n + 2 * lane_t();
-                    const float pair[2] = {O[r / 2][n][r % 2 * 2], O[r / 2][n][r % 2 * 2 + 1]};
-                    if (DV % 2 == 0) {
-                        if (x < DV)
-                            *reinterpret_cast<float2*>(to + x) = make_float2(pair[0], pair[1]);
-                    } else {
-                        if (x < DV)
-                            to[x] = pair[0];
-                        if (x + 1 < DV)
-                            to[x + 1] = pair[1];
-                    }
-                }
-                if (lane_t() == 0) {
-                    *of_part(call, call.m, at, work.part, i) = highest;
-                    *of_part(call, call.l, at, work.part, i) = total;
-                }
-            }
-            continue;
-        }
-        float lse = -INFINITE;
-        factor[r] = i < s.q_length ? finish_row(call, at, highest, total, lse) : 0.0f;
-        if constexpr (DROPOUT)
-            factor[r] *= float(call.keep_scale);
-        empty[r] = i >= s.q_length || total == 0;
-        if (lane_t() == 0 && i < rows_end)
-            store_lse(call, s.slot, at.h, s.q_start + i, lse);
-    }
-    if (parts > 1)
-        return;
-    __syncthreads();  // no thread reads Q, or K where rows of V are wider
-    const int warp_row = threadIdx.x / WARP_SIZE * (16 * MT), exist = narrowed(rows_end - i0) - warp_row;
-    elem* const to = row_of(call.o, s.slot, at.h, s.q_start + i0 + warp_row);
-    store_rows<MT, DV>(O, factor, empty, base + warp_row * (COLUMNS_V * 2), [&](int y) { return y < exist ? to + y * call.o.row : nullptr; });
+    store_results(call, O, m, l, base);
 }
 
 // O, m and l of all parts -> O = O / l, lse. A thread block has 16 rows, each of which eight neighbouring lanes merge, four columns at a time.

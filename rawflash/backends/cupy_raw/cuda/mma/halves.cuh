@@ -54,16 +54,16 @@ template <int COLUMNS> __device__ __forceinline__ int chunk_at(int y, int x)
 }
 
 // To the row that this lane gives to ldmatrix: the rows of a piece are rows of A, or (transposed) depths of B.
-template <int COLUMNS> __device__ __forceinline__ int lane_rows()
+template <int COLUMNS> __device__ __forceinline__ int lane_rows(unsigned thread = threadIdx.x)
 {
-    const int lane = threadIdx.x % WARP_SIZE;
+    const int lane = (int)(thread % WARP_SIZE);
     return chunk_at<COLUMNS>(lane & 15, lane >> 4);
 }
 
 // The same where the rows of a piece are columns of B, or (transposed) depths of A.
-template <int COLUMNS> __device__ __forceinline__ int lane_columns()
+template <int COLUMNS> __device__ __forceinline__ int lane_columns(unsigned thread = threadIdx.x)
 {
-    const int lane = threadIdx.x % WARP_SIZE;
+    const int lane = (int)(thread % WARP_SIZE);
     return chunk_at<COLUMNS>((lane & 7) + (lane >> 4 << 3), lane >> 3 & 1);
 }
 
@@ -86,8 +86,8 @@ template <int COLUMNS> __device__ __forceinline__ void read_piece_transposed(uns
 // ---- between device memory and tiles ------------------------------------------------------------------------------------------
 
 // The first row and the chunk of each line that this thread copies; it goes on ROWS_AT_ONCE rows at a time.
-__device__ __forceinline__ int copied_row() { return threadIdx.x / LINE_CHUNKS; }
-__device__ __forceinline__ int copied_chunk() { return threadIdx.x % LINE_CHUNKS; }
+__device__ __forceinline__ int copied_row(unsigned thread = threadIdx.x) { return (int)(thread / LINE_CHUNKS); }
+__device__ __forceinline__ int copied_chunk(unsigned thread = threadIdx.x) { return (int)(thread % LINE_CHUNKS); }
 
 // Begin to copy ROWS rows of N numbers. from(n, exists): where row copied_row() + n has number CHUNK_HALVES * copied_chunk(); rows that do not
 // exist become zeros, but their address is to be one of the array's. WHOLE: they all exist.
@@ -95,8 +95,9 @@ template <int ROWS, int N, bool WHOLE, class From> __device__ __forceinline__ vo
 {
     constexpr int COLUMNS = line_columns(N);
     static_assert(ROWS % ROWS_AT_ONCE == 0, "all threads copy as many rows");
-    const int column = CHUNK_HALVES * copied_chunk();
-    const unsigned target = tile + chunk_at<COLUMNS>(copied_row(), copied_chunk());
+    const unsigned thread = once_more(threadIdx.x);  // between copies that takes no registers
+    const int column = CHUNK_HALVES * copied_chunk(thread);
+    const unsigned target = tile + chunk_at<COLUMNS>(copied_row(thread), copied_chunk(thread));
     if constexpr (ALIGNED) {
 #pragma unroll
         for (int n = 0; n < ROWS; n += ROWS_AT_ONCE) {
@@ -151,7 +152,8 @@ __device__ __forceinline__ void store_rows(
         }
     __syncwarp();
     constexpr int ROWS = WARP_SIZE / LINE_CHUNKS;
-    const int row = threadIdx.x % WARP_SIZE / LINE_CHUNKS, chunk = copied_chunk();
+    const unsigned thread = once_more(threadIdx.x);
+    const int row = (int)(thread % WARP_SIZE) / LINE_CHUNKS, chunk = copied_chunk(thread);
 #pragma unroll 4
     for (int n = 0; n < 16 * M; n += ROWS) {
         elem* const target = to(n + row);
