@@ -443,19 +443,17 @@ def split_inputs(problem: Problem, tiles: Tiles, x: Operands) -> tuple[Any, dict
     """
     kernels = x.memo.get("mma/split_inputs.cu") or launcher("mma/split_inputs.cu", problem, tiles, x, {})
     matrices = {name: getattr(x, name) for name in ("q", "k", "v", "dout") if getattr(x, name) is not None}
-    strides, starts, total = {}, {}, 0
+    starts, total = {}, 0
     for name, view in matrices.items():
-        slots, heads, rows, columns = view.shape
-        row = blocks_of(columns, SPLIT_CHUNK) * SPLIT_CHUNK_BYTES // 4
-        strides |= {f"{name}.batch": heads * rows * row, f"{name}.head": rows * row, f"{name}.row": row}
         starts[name] = total
-        total += slots * heads * rows * row
-    made = kernels.workspace(total)
+        slots, heads, rows, columns = view.shape
+        total += slots * heads * rows * blocks_of(columns, SPLIT_CHUNK) * SPLIT_CHUNK_BYTES
+    made = kernels.workspace(total // np.dtype(problem.compute_dtype).itemsize)
     address = made.data.ptr
     blocks = {name: problem.B * (problem.Hkv * blocks_of(problem.Tk, SPLIT_ROWS) if name in ("k", "v")
                                  else problem.Hq * blocks_of(problem.Tq, SPLIT_ROWS)) for name in matrices}  # fmt: skip
     kernels.run("split_inputs", sum(blocks.values()), kernels.call(problem, x, {"sums": address}))
-    return made, strides | {f"{name}.data": address + 4 * start for name, start in starts.items()}
+    return made, {f"{name}.data": address + start for name, start in starts.items()}
 
 
 def blocks_of(rows: int, size: int) -> int:

@@ -94,7 +94,7 @@ __device__ __forceinline__ void products(float (&S)[NS][4], unsigned q_at, unsig
 // S as products -> scores, hidden ones -inf. j is the first key of the block, FULL one that all rows see.
 __device__ __forceinline__ void finish_scores(float (&S)[NS][4], float scale, const Seen& seen, int j, bool full)
 {
-    const int left = j + 2 * lane_t(), keys = seen.keys - left;  // seen from the lane's first column
+    const int left = j + 2 * (int)(once_more(threadIdx.x) % 4), keys = seen.keys - left;  // seen from the lane's first column
 #pragma unroll
     for (int n = 0; n < NS; n++)
 #pragma unroll
@@ -174,96 +174,114 @@ __device__ __forceinline__ void add_output(float (&O)[NO][4], const float (&P)[N
     accumulate<BC, DV>(O, A, v_at, 0, 0);
 }
 
+// What a block of threads does: a block of rows from i0 on, or the part-th of the parts of its keys, from j_low to j_high. There is nothing to do
+// where rows_end is not above i0, or part not below parts.
+struct Owned {
+    Head at;
+    long long i0, rows_end, j_low, j_high;
+    int part, parts;
+};
+
+__device__ __forceinline__ Owned owned_by(const Call& call, unsigned index)
+{
+    const Work work = work_of(call, index);
+    Owned own;
+    own.at = head(call, sequence(call, work.b), work.h);
+    own.i0 = work.block * BR;
+    own.rows_end = PACKED ? own.at.s.q_length : call.Tq;  // packed: the rows behind a sequence are another's
+    key_range(call, own.at.s, own.i0, own.j_low, own.j_high);
+    own.part = work.part;
+    own.parts = parts_of(call, own.j_low, own.j_high);
+    own.j_low += work.part * call.part_keys;
+    if (work.part < own.parts - 1)
+        own.j_high = own.j_low + call.part_keys;
+    return own;
+}
+
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) fa2_forward(const __grid_constant__ Call call)
 {
     extern __shared__ __align__(LINE_BYTES) unsigned char on_chip[];
-    const Work work = work_of(call);
-    const Sequence s = sequence(call, work.b);
-    const Head at = head(call, s, work.h);
-    const long long i0 = work.block * BR;
-    const long long rows_end = PACKED ? s.q_length : call.Tq;  // packed: the rows behind a sequence are another's
-    if (i0 >= rows_end)
-        return;
-    long long j_low, j_high;
-    key_range(call, s, i0, j_low, j_high);
-    const int parts = parts_of(call, j_low, j_high);
-    if (work.part >= parts)
-        return;
-    j_low += work.part * call.part_keys;
-    if (work.part < parts - 1)
-        j_high = j_low + call.part_keys;
-
-    // In 32 bits from j_low on: blocks of keys, those from `whole` to `whole_end` seen by all rows; which keys the lane's first row sees
-    const int blocks = (int)((most(j_high - j_low, 0) + BC - 1) / BC), keys = narrowed(s.kv_length - j_low);
-    const int rows = narrowed(s.q_length - i0), lane_row = ScoreTile::row(0);
-    int whole = 0, whole_end = keys / BC;
-    Seen seen = {-FAR, FAR, keys};
-    if constexpr (BAND) {
-        const long long lower = i0 + s.offset + call.band_lower - j_low, upper = i0 + s.offset + call.band_upper + 1 - j_low;
-        whole = (narrowed(most(lower + least(BR, rows) - 1, 0)) + BC - 1) / BC;
-        whole_end = (int)least(whole_end, narrowed(most(upper, 0)) / BC);
-        seen.first = narrowed(lower + lane_row);
-        seen.end = narrowed(upper + lane_row);
-    }
-
-    const unsigned base = shared_address(on_chip);
-    const unsigned q_at = base + threadIdx.x / WARP_SIZE * (16 * line_columns(D) * 2) + lane_rows<line_columns(D)>();
-    const unsigned k_at = base + K_AT + lane_columns<line_columns(D)>(), v_at = base + V_AT + lane_rows<line_columns(DV)>();
-    const unsigned char* const keys_from = copied_from(call.k, s.slot, at.h_kv, s.k_start + j_low);
-    const unsigned char* const values_from = copied_from(call.v, s.slot, at.h_kv, s.k_start + j_low);
-    auto load_keys = [&](int j) {
-        load_rows_of<BC, D>(base + K_AT, keys_from + j * call.k.row * (int)sizeof(real), call.k.row, keys - j);
-    };
-
     float O[NO][4], m[2], l[2];
     clear(O);
     m[0] = m[1] = -INFINITE, l[0] = l[1] = 0;
-    const float power = PRODUCTS ? float(call.scale * LOG2E_DOUBLE) : LOG2E;
+    {
+        const Owned own = owned_by(call, blockIdx.x);
+        if (own.i0 >= own.rows_end || own.part >= own.parts)
+            return;
+        const Head& at = own.at;
+        const Sequence& s = at.s;
+        const long long i0 = own.i0, j_low = own.j_low;
 
-    // Load Q_i and the first K_j
-    if (blocks > 0) {
-        load_rows_of<BR, D>(base, copied_from(call.q, s.slot, at.h, s.q_start + i0), call.q.row, rows);
-        load_keys((blocks - 1) * BC);
-        commit_group();
-    }
+        // In 32 bits from j_low on: the keys that all rows see, and those that the lane's first row sees
+        const int blocks = (int)((most(own.j_high - j_low, 0) + BC - 1) / BC), keys = narrowed(s.kv_length - j_low);
+        const int rows = narrowed(s.q_length - i0);
+        int whole = 0, whole_end = keys;
+        Seen seen = {-FAR, FAR, keys};
+        if constexpr (BAND) {
+            const long long lower = i0 + s.offset + call.band_lower - j_low, upper = i0 + s.offset + call.band_upper + 1 - j_low;
+            whole = narrowed(lower + least(BR, rows) - 1);
+            whole_end = (int)least(keys, narrowed(upper));
+            seen.first = narrowed(lower + ScoreTile::row(0));
+            seen.end = narrowed(upper + ScoreTile::row(0));
+        }
+
+        const unsigned base = shared_address(on_chip);
+        unsigned from = row_number(call.Hkv, call.rows_k, s.slot, at.h_kv, s.k_start + j_low + (blocks - 1) * BC);
+        const float power = PRODUCTS ? float(call.scale * LOG2E_DOUBLE) : LOG2E;
+
+        // Load Q_i and the first K_j and V_j. Only these may reach behind the last key
+        if (blocks > 0) {
+            const int count = keys - (blocks - 1) * BC;
+            load_parts<BR, D, false>(base, call.q, row_number(call.Hq, call.rows_q, s.slot, at.h, s.q_start + i0), rows);
+            load_parts<BC, D, false>(base + K_AT, call.k, from, count);
+            load_parts<BC, DV, false>(base + V_AT, call.v, from, count);
+            commit_group();
+        }
 #pragma unroll 1
-    for (int n = blocks - 1; n >= 0; n--) {
-        const int j = n * BC;
-        await_groups<0>();
-        __syncthreads();  // Q_i and K_j are there, and no thread reads V of the step before
-        load_rows_of<BC, DV>(base + V_AT, values_from + j * call.v.row * (int)sizeof(real), call.v.row, keys - j);
-        commit_group();
+        for (int j = (blocks - 1) * BC; j >= 0; j -= BC) {
+            await_groups<0>();
+            __syncthreads();  // Q_i and K_j are there, and no thread reads V of the step before
+            if (j < (blocks - 1) * BC)
+                load_parts<BC, DV, true>(base + V_AT, call.v, from);
+            commit_group();
 
-        // S = Q K^T
-        float S[NS][4];
-        products(S, q_at, k_at);
-        finish_scores(S, at.scale, seen, j, whole <= n && n < whole_end);
-        await_groups<0>();
-        __syncthreads();  // V_j is there, and no thread reads K_j any more
-        if (n > 0)
-            load_keys(j - BC);
-        commit_group();
+            // S = Q K^T. Addresses of factors are not to take registers beyond the product
+            float S[NS][4];
+            const unsigned thread = once_more(threadIdx.x);
+            products(S, base + thread / WARP_SIZE * (16 * line_columns(D) * 2) + lane_rows<line_columns(D)>(thread),
+                     base + K_AT + lane_columns<line_columns(D)>(thread));
+            finish_scores(S, at.scale, seen, j, whole <= j && j + BC <= whole_end);
+            await_groups<0>();
+            __syncthreads();  // V_j is there, and no thread reads K_j any more
+            from -= BC;
+            if (j > 0)
+                load_parts<BC, D, true>(base + K_AT, call.k, from);
+            commit_group();
 
-        // m_new = max(m, rowmax(S)); P = exp(S - m_new); l = alpha l + rowsum(P); O = alpha O + P V
-        softmax_step(S, O, m, l, power);
-        add_output(O, S, v_at);
+            // m_new = max(m, rowmax(S)); P = exp(S - m_new); l = alpha l + rowsum(P); O = alpha O + P V
+            softmax_step(S, O, m, l, power);
+            add_output(O, S, base + V_AT + lane_rows<line_columns(DV)>(once_more(threadIdx.x)));
+        }
     }
 
     // O = O / l, lse = m + log l; padding is 0 and -inf
+    const Owned own = owned_by(call, once_more(blockIdx.x));
+    const Head& at = own.at;
+    const Sequence& s = at.s;
+    const bool merged = own.parts > 1;  // fa2_forward_merge does the rest
 #pragma unroll
     for (int r = 0; r < 2; r++) {
-        const long long i = i0 + lane_row + 8 * r;
+        const long long i = own.i0 + ScoreTile::row(r);
         float total = sum_of_lanes<ROW_LANES>(l[r]), factor = 1, lse = -INFINITE;
         const float highest = PRODUCTS ? m[r] * LN2 : m[r];
-        const bool merged = parts > 1;  // fa2_forward_merge does the rest
-        if (merged ? i >= s.q_length : i >= rows_end)
+        if (merged ? i >= s.q_length : i >= own.rows_end)
             continue;
         float* to;
         if (merged) {
-            to = sums_of_part(call, at, work.part, i);
+            to = sums_of_part(call, at, own.part, i);
             if (lane_t() == 0) {
-                *of_part(call, call.m, at, work.part, i) = highest;
-                *of_part(call, call.l, at, work.part, i) = total;
+                *of_part(call, call.m, at, own.part, i) = highest;
+                *of_part(call, call.l, at, own.part, i) = total;
             }
         } else {
             to = row_of(call.o, s.slot, at.h, s.q_start + i);

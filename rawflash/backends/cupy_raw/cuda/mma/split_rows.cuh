@@ -1,9 +1,9 @@
 // Rows of bfloat16 parts, as mma/split_inputs.cu leaves them in a workspace, and products of three-part tiles.
 //
 // A number is the sum of PARTS parts (split.cuh). A row of N numbers lies as its first parts, its second, its third; each of them is filled up with
-// zeros to whole pieces of 16 bytes, so that copies are 16 bytes wide whatever the arrays are. Matrix q, k, v or dout of a kernel's Call then is
-// such a workspace; its strides count real numbers, as those of the arrays do. In shared memory a tile is PARTS tiles of halves.cuh, one behind
-// the other.
+// zeros to whole pieces of 16 bytes, so that copies are 16 bytes wide whatever the arrays are. The data of matrix q, k, v or dout of a
+// kernel's Call is then the first row of such a workspace; its strides are not used. In shared memory a tile is PARTS tiles of halves.cuh, one
+// behind the other.
 //
 // Sums: tensor cores cut off where float32 additions round, at the last bit of what they add to. The five products with a second or third part are
 // below 2^-7 of the result: they have a sum of their own, in which what is cut off does not count however long it is. The sum of the products of
@@ -19,55 +19,37 @@ __device__ constexpr int row_bytes(int n) { return PARTS * part_columns(n) * 2; 
 __device__ constexpr int part_bytes(int rows, int n) { return rows * line_columns(n) * 2; }  // of one part of a tile
 __device__ constexpr int tile_bytes(int rows, int n) { return PARTS * part_bytes(rows, n); }
 
-// Begin to copy ROWS rows of N numbers. from(n, exists): where row copied_row() + n is, from this thread's chunk on; rows that do not exist become
-// zeros, but their address is to be one of the workspace's. WHOLE: they all exist.
-template <int ROWS, int N, bool WHOLE, class From> __device__ __forceinline__ void load_parts(unsigned tile, const From& from)
+// Which row of a matrix, all heads one behind the other, has number t of a head. 32 bits are enough: a row takes 48 bytes at least.
+__device__ __forceinline__ unsigned row_number(long long heads, long long rows, long long slot, long long h, long long t)
+{
+    return (unsigned)((slot * heads + h) * rows + t);
+}
+
+// Begin to copy ROWS rows of N numbers from the row of that number on, `count` of which exist; the others become zeros. WHOLE: they all exist.
+template <int ROWS, int N, bool WHOLE>
+__device__ __forceinline__ void load_parts(unsigned tile, const Matrix& matrix, unsigned first, int count = ROWS)
 {
     constexpr int COLUMNS = line_columns(N), PART = part_columns(N);
     static_assert(ROWS % ROWS_AT_ONCE == 0, "all threads copy as many rows");
-    const int column = CHUNK_HALVES * copied_chunk();
-    const unsigned target = tile + chunk_at<COLUMNS>(copied_row(), copied_chunk());
+    const unsigned thread = once_more(threadIdx.x);  // between copies that takes no registers
+    const int row = copied_row(thread), column = CHUNK_HALVES * copied_chunk(thread);
+    const unsigned char* const source = (const unsigned char*)matrix.data + (unsigned long long)(first + row) * row_bytes(N) + column * 2;
+    const unsigned target = tile + chunk_at<COLUMNS>(row, copied_chunk(thread));
 #pragma unroll
     for (int n = 0; n < ROWS; n += ROWS_AT_ONCE) {
-        bool exists = true;
-        const unsigned char* const source = from(n, exists);
+        const bool exists = WHOLE || n + row < count;
 #pragma unroll
         for (int p = 0; p < PARTS; p++)
 #pragma unroll
             for (int x = 0; x < COLUMNS; x += LINE_HALVES) {
                 const unsigned to = target + p * part_bytes(ROWS, N) + n * (COLUMNS * 2) + x * 2;
-                const unsigned char* const at = source + p * (PART * 2) + x * 2;
+                const unsigned char* const from = source + n * row_bytes(N) + p * (PART * 2) + x * 2;
                 if (WHOLE && x + LINE_HALVES <= PART)
-                    copy_chunk(to, at);
-                else if (x + LINE_HALVES <= PART)
-                    copy_chunk_if(to, at, exists);
-                else if (x + column < PART)
-                    copy_chunk_if(to, at, exists);
+                    copy_chunk(to, from);
                 else
-                    copy_chunk_if(to, source, false);
+                    copy_chunk_if(to, from, exists && (x + LINE_HALVES <= PART || x + column < PART));
             }
     }
-}
-
-// The rows of a matrix from `first` on (this thread's chunk of its first row), `count` of which exist.
-template <int ROWS, int N>
-__device__ __forceinline__ void load_rows_of(unsigned tile, const unsigned char* first, long long row, int count)
-{
-    const long long stride = row * (long long)sizeof(real);
-    if (count >= ROWS) {
-        load_parts<ROWS, N, true>(tile, [&](int n, bool&) { return first + n * stride; });
-    } else {
-        load_parts<ROWS, N, false>(tile, [&](int n, bool& exists) {
-            exists = n + copied_row() < count;
-            return first + (exists ? n * stride : 0);
-        });
-    }
-}
-
-// Where this thread begins to copy: its chunk of row t + copied_row().
-__device__ __forceinline__ const unsigned char* copied_from(const Matrix& matrix, long long slot, long long h, long long t)
-{
-    return (const unsigned char*)row_of(matrix, slot, h, t + copied_row()) + 2 * CHUNK_HALVES * copied_chunk();
 }
 
 // All parts of a piece of 16 x 16 numbers of a tile of ROWS rows of N numbers.
@@ -140,7 +122,7 @@ template <int N> __device__ __forceinline__ void add(float (&X)[N][4], const flo
 template <int ROWS, int COLUMNS, int STEPS, int N>
 __device__ __forceinline__ void accumulate(float (&sum)[N][4], const unsigned (&A)[STEPS][PARTS][4], unsigned at, int depth, int column)
 {
-    constexpr int ABREAST = N % 4 == 0 ? 4 : 2;
+    constexpr int ABREAST = 2;  // with more, ptxas runs out of registers
     static_assert(N % ABREAST == 0 && STEPS <= STEPS_ADDED, "whole pieces, and one addition");
 #pragma unroll
     for (int n = 0; n < N; n += ABREAST) {
