@@ -57,38 +57,35 @@ __device__ __forceinline__ int narrowed(long long x) { return (int)clamp(x, -FAR
 // S = Q K^T
 __device__ __forceinline__ void products(float (&S)[NS][4], unsigned q_at, unsigned k_at)
 {
-    constexpr int STEPS = depth_columns(D) / 16;
-    float small[NS / ABREAST][ABREAST][4], large[NS / ABREAST][ABREAST][4];
+    constexpr int STEPS = depth_columns(D) / 16, GROUPS = NS / ABREAST;
+    float large[GROUPS][ABREAST][4], small[GROUPS][ABREAST][4], more[GROUPS][ABREAST][4];
 #pragma unroll
-    for (int n = 0; n < NS / ABREAST; n++)
+    for (int n = 0; n < GROUPS; n++) {
+        clear(large[n]);
         clear(small[n]);
-    clear(S);
+    }
 #pragma unroll
     for (int s = 0; s < STEPS; s++) {
         unsigned A[PARTS][4];
         read_parts<BR, D>(A, q_at, 0, 16 * s);
 #pragma unroll
-        for (int n = 0; n < NS / ABREAST; n++) {
+        for (int n = 0; n < GROUPS; n++) {
             unsigned B[ABREAST / 2][PARTS][4];
 #pragma unroll
             for (int x = 0; x < ABREAST / 2; x++)
                 read_parts<BC, D>(B[x], k_at, 8 * ABREAST * n + 16 * x, 16 * s);
-            if (s % STEPS_ADDED == 0)
-                clear(large[n]);
-            multiply_parts<ABREAST>(large[n], small[n], A, B);
-            if (s % STEPS_ADDED == STEPS_ADDED - 1 || s == STEPS - 1) {
-#pragma unroll
-                for (int x = 0; x < ABREAST; x++)
-#pragma unroll
-                    for (int e = 0; e < 4; e++) {
-                        float& sum = S[ABREAST * n + x][e];
-                        sum = s < STEPS_ADDED ? large[n][x][e] : sum + large[n][x][e];
-                        if (s == STEPS - 1)
-                            sum += small[n][x][e];
-                    }
-            }
+            if (s > 0 && s % STEPS_ADDED == 0)
+                clear(more[n]);
+            multiply_parts<ABREAST>(s < STEPS_ADDED ? large[n] : more[n], small[n], A, B);
+            if (s >= STEPS_ADDED && (s % STEPS_ADDED == STEPS_ADDED - 1 || s == STEPS - 1))
+                add(large[n], more[n]);
         }
     }
+#pragma unroll
+    for (int n = 0; n < NS; n++)
+#pragma unroll
+        for (int e = 0; e < 4; e++)
+            S[n][e] = large[n / ABREAST][n % ABREAST][e] + small[n / ABREAST][n % ABREAST][e];
 }
 
 // S as products -> scores, hidden ones -inf. j is the first key of the block, FULL one that all rows see.
