@@ -65,7 +65,7 @@ SPLIT_PARTS = 3  # bfloat16 numbers of a float32 one
 SPLIT_LEAST = 512  # rows, and keys that a row sees: with fewer, splitting the inputs costs more than it gains
 SPLIT_COLUMNS = 128  # head dimension
 SPLIT_FORWARD = {64: (128, 64), 128: (128, 64)}  # (Br, Bc)
-SPLIT_DIRECTIONS = ("forward",)
+SPLIT_BACKWARD = {64: (64, 128), 128: (64, 64)}
 SPLIT_THREADS = 256  # of a block
 FEW = "few rows"  # family of numba_cpu's fa2 forward pass for few queries: one at a time, not one on each lane
 FEW_QUERIES = 8  # of a head; from 12 to 16 on, lanes full of queries are faster
@@ -292,12 +292,12 @@ def split_takes(problem: Problem, direction: str) -> bool:
     return (
         problem.algorithm == "fa2"
         and problem.dtype == "float32"
-        and direction in SPLIT_DIRECTIONS
         and max(problem.d, problem.dv) <= SPLIT_COLUMNS
         and SPLIT_LEAST <= min(problem.Tq, problem.Tk, upper - lower + 1)
         and max(problem.Tq, problem.Tk) < MMA_LONGEST
         and all(option is None for option in options)
         and not (problem.page or problem.alibi or problem.dropout)
+        and not (direction == "backward" and problem.deterministic)
     )
 
 
@@ -691,14 +691,21 @@ def _split(problem: Problem, chip: Chip, direction: str, order: str) -> Tiles | 
     def parts(name: str, rows: int, columns: int) -> Tile:
         return Tile(name, SPLIT_PARTS * rows, columns, 2)
 
-    br, bc = SPLIT_FORWARD[max(to_d, to_dv)]
-    resident = (
-        parts("Q", br, to_d),
-        parts("K", bc, to_d),
-        parts("V", bc, to_dv),
-        Tile("S", br, bc, 4, REGISTERS),
-        Tile("O", br, problem.dv, 4, REGISTERS),
-    )
+    br, bc = (SPLIT_FORWARD if direction == "forward" else SPLIT_BACKWARD)[max(to_d, to_dv)]
+    resident = (parts("Q", br, to_d), parts("K", bc, to_d), parts("V", bc, to_dv))
+    if direction == "forward":
+        resident += (Tile("S", br, bc, 4, REGISTERS), Tile("O", br, problem.dv, 4, REGISTERS))
+    else:
+        resident += (
+            parts("dO", br, to_dv),
+            parts("dS", bc, br),
+            Tile("lse", br, 1, 4),
+            Tile("delta", br, 1, 4),
+            Tile("P", bc, br, 4, REGISTERS),
+            Tile("dQ", br, problem.d, 4, REGISTERS),
+            Tile("dK", bc, problem.d, 4, REGISTERS),
+            Tile("dV", bc, problem.dv, 4, REGISTERS),
+        )
     limit = _available(problem, chip)
     plan = Tiles(br, bc, resident, chip.name, limit, order, family=SPLIT_INPUTS, threads=SPLIT_THREADS)
     return plan if plan.smem_bytes <= limit else None

@@ -18,9 +18,8 @@
 constexpr int WARPS = THREADS / WARP_SIZE;
 constexpr int NS = BC / 8, NO = depth_columns(DV) / 8;  // pieces of 8 columns, of S and of O
 constexpr int K_AT = tile_bytes(BR, D), V_AT = K_AT + tile_bytes(BC, D);  // bytes from the start of Q
-constexpr int ABREAST = 4;  // pieces
 constexpr int FAR = 1 << 30;  // beyond all rows and keys of a call that this kernel takes
-static_assert(BR == 16 * WARPS && BC % (8 * ABREAST) == 0, "whole pieces");
+static_assert(BR == 16 * WARPS && BC % 32 == 0, "whole pieces");
 static_assert(V_AT + tile_bytes(BC, DV) == TILE_BYTES, "the plan's tiles");
 
 // A tile of scores in registers: S[n][e] is row 8 (e / 2) + lane_g() of the warp's, column 8 n + 2 lane_t() + e % 2.
@@ -53,40 +52,6 @@ struct Seen {
 };
 
 __device__ __forceinline__ int narrowed(long long x) { return (int)clamp(x, -FAR, FAR); }
-
-// S = Q K^T
-__device__ __forceinline__ void products(float (&S)[NS][4], unsigned q_at, unsigned k_at)
-{
-    constexpr int STEPS = depth_columns(D) / 16, GROUPS = NS / ABREAST;
-    float large[GROUPS][ABREAST][4], small[GROUPS][ABREAST][4], more[GROUPS][ABREAST][4];
-#pragma unroll
-    for (int n = 0; n < GROUPS; n++) {
-        clear(large[n]);
-        clear(small[n]);
-    }
-#pragma unroll
-    for (int s = 0; s < STEPS; s++) {
-        unsigned A[PARTS][4];
-        read_parts<BR, D>(A, q_at, 0, 16 * s);
-#pragma unroll
-        for (int n = 0; n < GROUPS; n++) {
-            unsigned B[ABREAST / 2][PARTS][4];
-#pragma unroll
-            for (int x = 0; x < ABREAST / 2; x++)
-                read_parts<BC, D>(B[x], k_at, 8 * ABREAST * n + 16 * x, 16 * s);
-            if (s > 0 && s % STEPS_ADDED == 0)
-                clear(more[n]);
-            multiply_parts<ABREAST>(s < STEPS_ADDED ? large[n] : more[n], small[n], A, B);
-            if (s >= STEPS_ADDED && (s % STEPS_ADDED == STEPS_ADDED - 1 || s == STEPS - 1))
-                add(large[n], more[n]);
-        }
-    }
-#pragma unroll
-    for (int n = 0; n < NS; n++)
-#pragma unroll
-        for (int e = 0; e < 4; e++)
-            S[n][e] = large[n / ABREAST][n % ABREAST][e] + small[n / ABREAST][n % ABREAST][e];
-}
 
 // S as products -> scores, hidden ones -inf. j is the first key of the block, FULL one that all rows see.
 __device__ __forceinline__ void finish_scores(float (&S)[NS][4], float scale, const Seen& seen, int j, bool full)
@@ -245,8 +210,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) fa2_forward(const 
             // S = Q K^T. Addresses of factors are not to take registers beyond the product
             float S[NS][4];
             const unsigned thread = once_more(threadIdx.x);
-            products(S, base + thread / WARP_SIZE * (16 * line_columns(D) * 2) + lane_rows<line_columns(D)>(thread),
-                     base + K_AT + lane_columns<line_columns(D)>(thread));
+            multiply_rows<BR, BC, D>(S, base + thread / WARP_SIZE * (16 * line_columns(D) * 2) + lane_rows<line_columns(D)>(thread),
+                                     base + K_AT + lane_columns<line_columns(D)>(thread));
             finish_scores(S, at.scale, seen, j, whole <= j && j + BC <= whole_end);
             await_groups<0>();
             __syncthreads();  // V_j is there, and no thread reads K_j any more

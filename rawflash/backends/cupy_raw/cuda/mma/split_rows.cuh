@@ -117,6 +117,43 @@ template <int N> __device__ __forceinline__ void add(float (&X)[N][4], const flo
             X[n][e] += Y[n][e];
 }
 
+// S = A B^T for 16 rows of A and the first 8 N rows of B, all of which have WIDTH numbers. The tiles have ROWS_A and ROWS_B rows; a_at and b_at are
+// their addresses with lane_rows() and lane_columns(), from these rows on.
+template <int ROWS_A, int ROWS_B, int WIDTH, int N>
+__device__ __forceinline__ void multiply_rows(float (&S)[N][4], unsigned a_at, unsigned b_at)
+{
+    constexpr int STEPS = depth_columns(WIDTH) / 16, ABREAST = 4, GROUPS = N / ABREAST;
+    static_assert(N % ABREAST == 0, "whole pieces");
+    float large[GROUPS][ABREAST][4], small[GROUPS][ABREAST][4], more[GROUPS][ABREAST][4];
+#pragma unroll
+    for (int n = 0; n < GROUPS; n++) {
+        clear(large[n]);
+        clear(small[n]);
+    }
+#pragma unroll
+    for (int s = 0; s < STEPS; s++) {
+        unsigned A[PARTS][4];
+        read_parts<ROWS_A, WIDTH>(A, a_at, 0, 16 * s);
+#pragma unroll
+        for (int n = 0; n < GROUPS; n++) {
+            unsigned B[ABREAST / 2][PARTS][4];
+#pragma unroll
+            for (int x = 0; x < ABREAST / 2; x++)
+                read_parts<ROWS_B, WIDTH>(B[x], b_at, 8 * ABREAST * n + 16 * x, 16 * s);
+            if (s > 0 && s % STEPS_ADDED == 0)
+                clear(more[n]);
+            multiply_parts<ABREAST>(s < STEPS_ADDED ? large[n] : more[n], small[n], A, B);
+            if (s >= STEPS_ADDED && (s % STEPS_ADDED == STEPS_ADDED - 1 || s == STEPS - 1))
+                add(large[n], more[n]);
+        }
+    }
+#pragma unroll
+    for (int n = 0; n < N; n++)
+#pragma unroll
+        for (int e = 0; e < 4; e++)
+            S[n][e] = large[n / ABREAST][n % ABREAST][e] + small[n / ABREAST][n % ABREAST][e];
+}
+
 // sum += A B for the first 16 rows of A and the columns of B from `column` on, N pieces of them: B has rows of COLUMNS numbers, the depths, from `depth`
 // on, in a tile of ROWS rows, which `at` is the address of and lane_rows().
 template <int ROWS, int COLUMNS, int STEPS, int N>

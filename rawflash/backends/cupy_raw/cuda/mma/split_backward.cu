@@ -1,0 +1,373 @@
+// FlashAttention-2, backward pass, in float32 by tensor cores that take bfloat16 (Dao 2024, algorithm 2), from parts that were split before
+// (split_inputs.cu). What products lose, and what sums: split.cuh, split_rows.cuh.
+//
+// fa2_backward_keys: a block of eight warps owns Bc keys of one key head and runs over the Q blocks of all query heads that share it. A warp owns 16 of
+// the keys and, where these are fewer than 16 for each, a part of the rows. Scores lie as S^T (keys, rows): so do P and dS, split in registers, as
+// products with dO and Q take them. dK and dV stay in registers; warps that share keys add theirs in the end. dQ_i += dS K goes to device memory by
+// atomic additions, whose order is the one in which products leave it: a patch is 16 rows and 8 columns, four numbers of it each lane's.
+// fa2_backward_finish brings them into order.
+//
+// On chip:  parts of K (Bc, d), V (Bc, dv), Q (Br, d), dO (Br, dv), dS^T (Bc, Br); lse and delta of Br rows; in registers S, P, dP, dS (Bc, Br), dK (Bc, d),
+// dV (Bc, dv), dQ (Br, d). Read per step: Q_i and dO_i, Q_i while dV's and dQ's products run, dO_i while dQ's and those of the next S do.
+//
+// All start from delta = rowsum(dO * O) - dlse (side_gradients.cu).
+
+#include "numbers.cuh"
+#include "call.cuh"
+#include "tile.cuh"
+#include "split_rows.cuh"
+
+constexpr int WARPS = THREADS / WARP_SIZE;
+constexpr int WARPS_K = BC / 16, WARPS_R = WARPS / WARPS_K;  // warps along keys, and along rows
+constexpr int ROWS = BR / WARPS_R;                           // of a warp
+constexpr int NR = ROWS / 8, ND = depth_columns(D) / 8, NV = depth_columns(DV) / 8;  // pieces of 8 columns: of S^T, dK, dV
+constexpr int WARPS_Q = BR / 16, PAIRS_D = ND / 2, PAIRS_Q = ceil_div(PAIRS_D, WARPS / WARPS_Q);  // dQ: a warp has 16 rows, and pairs of pieces
+constexpr int GROUP = PAIRS_Q % 2 == 0 ? 2 : 1;                                                   // of them at a time
+constexpr int V_AT = tile_bytes(BC, D), Q_AT = V_AT + tile_bytes(BC, DV), O_AT = Q_AT + tile_bytes(BR, D);  // bytes from the start of K
+constexpr int S_AT = O_AT + tile_bytes(BR, DV), LSE_AT = S_AT + tile_bytes(BC, BR), DELTA_AT = LSE_AT + BR * 4;
+constexpr int PIECE_NUMBERS = 16 * 8;
+constexpr int FAR = 1 << 30;  // beyond all rows and keys of a call that this kernel takes
+static_assert(WARPS_K * WARPS_R == WARPS && ROWS % 32 == 0 && WARPS % WARPS_Q == 0 && BR <= THREADS, "whole pieces");
+static_assert(DELTA_AT + BR * 4 == TILE_BYTES, "the plan's tiles");
+static_assert(WARPS_R <= 2 && WARPS_K * (ND + NV) * PIECE_NUMBERS * 4 <= LSE_AT, "room for sums of other warps");
+
+// A tile of scores in registers, transposed: S[n][e] is key 8 (e / 2) + lane_g() of the warp's, row 8 n + 2 lane_t() + e % 2 of the warp's.
+struct ScoreTile {
+    static constexpr int R = 2 * NR, C = 2;
+    static __device__ __forceinline__ int row(int r) { return r / 2 * 8 + 2 * lane_t() + r % 2; }
+    static __device__ __forceinline__ int column(int c) { return threadIdx.x / WARP_SIZE % WARPS_K * 16 + lane_g() + 8 * c; }
+};
+constexpr int ROW_LANES = 4;
+
+#include "philox.cuh"
+#include "scores.cuh"
+#include "padding.cuh"
+
+static_assert(PLAIN && !DROPOUT && !HAS_MASK && !PAGE && !DETERMINISTIC, "other calls are those of cuda/fa2_backward.cu");
+
+// As in split_forward.cu
+constexpr bool PRODUCTS = SCALE_LATER;
+constexpr double LOG2E_DOUBLE = 1.4426950408889634;
+
+// Which rows see a lane's key c: from first + 8 c on, before end + 8 c (of the band) and before rows; and how many keys there are. Rows are counted from
+// the first of all, keys from the block's first.
+struct Seen {
+    int first, end, rows, keys;
+};
+
+__device__ __forceinline__ int narrowed(long long x) { return (int)clamp(x, -FAR, FAR); }
+
+// Is S[n][e] hidden, whose first row is `row`?
+__device__ __forceinline__ bool hidden(const Seen& seen, int row, int n, int e)
+{
+    const int x = row + 8 * n + e % 2, c = e / 2;
+    bool is = x >= seen.rows || 8 * c >= seen.keys;
+    if constexpr (BAND)
+        is |= x < seen.first + 8 * c || x >= seen.end + 8 * c;
+    return is;
+}
+
+// The patches of a head's rows from i on, i a multiple of 16. Of packed sequences every one begins with a patch of its own.
+__device__ __forceinline__ float* patches_of(const Call& call, const Sequence& s, long long h, long long i)
+{
+    const long long each = PACKED ? call.rows_q / 16 + call.B : (call.Tq + 15) / 16, first = PACKED ? s.q_start / 16 + s.b : 0;
+    return call.sums + ((s.slot * call.Hq + h) * each + first + i / 16) * (ND * PIECE_NUMBERS);
+}
+
+// dQ += dS K for the 16 rows and the columns of this warp; `patches` are those of these rows
+__device__ __forceinline__ void add_queries(float* patches, unsigned base)
+{
+    const unsigned thread = once_more(threadIdx.x);
+    const int warp = (int)(thread / WARP_SIZE), row = warp % WARPS_Q * 16, pair = warp / WARPS_Q * PAIRS_Q;
+    const unsigned ds_at = piece_at<line_columns(BR)>(base + S_AT + lane_columns<line_columns(BR)>(thread), 0, row);
+    const unsigned k_at = base + lane_rows<line_columns(D)>(thread);
+#pragma unroll
+    for (int n = 0; n < PAIRS_Q; n += GROUP) {
+        float sum[2 * GROUP][4], large[2 * GROUP][4], small[2 * GROUP][4];
+        clear(sum);
+        clear(small);
+#pragma unroll
+        for (int s = 0; s < BC / 16; s++) {
+            unsigned A[PARTS][4], B[GROUP][PARTS][4];
+            read_parts_transposed<BC, BR>(A, ds_at, 16 * s, 0);
+#pragma unroll
+            for (int x = 0; x < GROUP; x++)
+                read_parts_transposed<BC, D>(B[x], piece_at<line_columns(D)>(k_at, 0, 16 * (pair + n + x)), 16 * s, 0);
+            if (s % STEPS_ADDED == 0)
+                clear(large);
+            multiply_parts<2 * GROUP>(large, small, A, B);
+            if (s % STEPS_ADDED == STEPS_ADDED - 1)
+                add(sum, large);
+        }
+        add(sum, small);
+#pragma unroll
+        for (int x = 0; x < 2 * GROUP; x++) {
+            const int piece = 2 * (pair + n) + x;
+            float* const to = patches + piece * PIECE_NUMBERS + thread % WARP_SIZE * 4;
+            if (PAIRS_D % PAIRS_Q != 0 && piece >= ND)
+                continue;
+#if __CUDA_ARCH__ >= 900
+            atomicAdd(reinterpret_cast<float4*>(to), make_float4(sum[x][0], sum[x][1], sum[x][2], sum[x][3]));
+#else
+#pragma unroll
+            for (int e = 0; e < 4; e++)
+                atomicAdd(to + e, sum[x][e]);
+#endif
+        }
+    }
+}
+
+// The parts of dS^T, as the words of A, into on-chip memory.
+__device__ __forceinline__ void put_gradients(const unsigned (&words)[NR / 2][PARTS][4], unsigned base)
+{
+    const unsigned thread = once_more(threadIdx.x);
+    const int warp = (int)(thread / WARP_SIZE), key = warp % WARPS_K * 16 + (int)(thread % WARP_SIZE / 4), row = warp / WARPS_K * ROWS;
+    const unsigned at = base + S_AT + chunk_at<line_columns(BR)>(key, row / CHUNK_HALVES) + thread % 4 * 4;
+#pragma unroll
+    for (int s = 0; s < NR / 2; s++)
+#pragma unroll
+        for (int e = 0; e < 4; e++) {
+            const unsigned to = (at ^ (2 * s + e / 2) << 4) + e % 2 * (8 * line_columns(BR) * 2);
+#pragma unroll
+            for (int p = 0; p < PARTS; p++)
+                store_shared(to + p * part_bytes(BC, BR), words[s][p][e]);
+        }
+}
+
+template <int N> __device__ __forceinline__ void put_sums(const float (&X)[N][4], unsigned to)
+{
+#pragma unroll
+    for (int n = 0; n < N; n++) {
+        const unsigned words[4] = {__float_as_uint(X[n][0]), __float_as_uint(X[n][1]), __float_as_uint(X[n][2]), __float_as_uint(X[n][3])};
+        store_shared(to + n * (PIECE_NUMBERS * 4), words);
+    }
+}
+
+template <int N> __device__ __forceinline__ void add_sums(float (&X)[N][4], unsigned from)
+{
+#pragma unroll
+    for (int n = 0; n < N; n++) {
+        const uint4 words = load_shared(from + n * (PIECE_NUMBERS * 4));
+        X[n][0] += __uint_as_float(words.x), X[n][1] += __uint_as_float(words.y);
+        X[n][2] += __uint_as_float(words.z), X[n][3] += __uint_as_float(words.w);
+    }
+}
+
+// Write the gradient of the warp's keys or values. Rows of padding are 0.
+template <int COLUMNS, int N>
+__device__ __forceinline__ void store_keys(
+    const Call& call, const Matrix& matrix, const Sequence& s, long long h_kv, long long j0, const float (&X)[N][4], float factor)
+{
+    const long long keys_end = PACKED ? s.kv_length : call.Tk;
+#pragma unroll
+    for (int c = 0; c < 2; c++) {
+        const long long j = j0 + ScoreTile::column(c);
+        if (j >= keys_end)
+            continue;
+        float* const to = row_of(matrix, s.slot, h_kv, s.k_start + j);
+        const bool empty = j >= s.kv_length;
+#pragma unroll
+        for (int n = 0; n < N; n++)
+            store_pair<COLUMNS>(to, 8 * n + 2 * lane_t(), empty ? 0.0f : X[n][2 * c] * factor, empty ? 0.0f : X[n][2 * c + 1] * factor);
+    }
+}
+
+// What a block of threads owns: keys from j0 on.
+struct Owned {
+    Sequence s;
+    long long h_kv, j0;
+};
+
+__device__ __forceinline__ Owned owned_by(const Call& call, unsigned index)
+{
+    const unsigned blocks = (unsigned)call.blocks, Hkv = (unsigned)call.Hkv, bh = index / blocks;
+    return {sequence(call, bh / Hkv), bh % Hkv, (long long)(index % blocks) * BC};
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) fa2_backward_keys(const __grid_constant__ Call call)
+{
+    extern __shared__ __align__(LINE_BYTES) unsigned char on_chip[];
+    const unsigned base = shared_address(on_chip);
+    float dK[ND][4], dV[NV][4];
+    clear(dK);
+    clear(dV);
+    {
+        const Owned own = owned_by(call, blockIdx.x);
+        const Sequence& s = own.s;
+        const long long j0 = own.j0, group = (unsigned)call.Hq / (unsigned)call.Hkv;
+        if (j0 >= (PACKED ? s.kv_length : call.Tk))
+            return;
+        long long i_low, i_high;
+        row_range(call, s, j0, i_low, i_high);
+
+        // In 32 bits from i_low on: the rows that see all keys, and those that see the lane's first key
+        const int rows = narrowed(s.q_length - i_low), keys = narrowed(s.kv_length - j0), lane_key = ScoreTile::column(0);
+        const int blocks = (int)((most(i_high - i_low, 0) + BR - 1) / BR);
+        int whole = 0, whole_end = keys >= BC ? rows : -FAR;
+        Seen seen = {-FAR, FAR, rows, keys - lane_key};
+        if constexpr (BAND) {
+            const long long distance = j0 - i_low - s.offset;
+            whole = narrowed(distance + BC - 1 - call.band_upper);
+            whole_end = (int)least(whole_end, narrowed(distance - call.band_lower + 1));
+            seen.first = narrowed(distance - call.band_upper + lane_key);
+            seen.end = narrowed(distance - call.band_lower + 1 + lane_key);
+        }
+        long long h = own.h_kv * group;
+        const long long h_end = h + group;
+        const float scale = float(call.scale), power = PRODUCTS ? float(call.scale * LOG2E_DOUBLE) : LOG2E;
+
+        auto load_queries = [&](long long head, int r) {
+            load_parts<BR, D, false>(base + Q_AT, call.q, row_number(call.Hq, call.rows_q, s.slot, head, s.q_start + i_low + r), rows - r);
+            if (threadIdx.x < BR) {
+                const int y = r + (int)threadIdx.x;
+                const long long i = s.q_start + i_low + (y < rows ? y : 0);
+                copy_to_shared<4>(on_chip + LSE_AT + 4 * threadIdx.x, row_of(call.lse, s.slot, head, i), y < rows);
+                copy_to_shared<4>(on_chip + DELTA_AT + 4 * threadIdx.x, row_of(call.delta, s.slot, head, i), y < rows);
+            }
+            commit_group();
+        };
+        auto load_output = [&](long long head, int r) {
+            load_parts<BR, DV, false>(base + O_AT, call.dout, row_number(call.Hq, call.rows_q, s.slot, head, s.q_start + i_low + r), rows - r);
+            commit_group();
+        };
+
+        // Load K_j, V_j and the first Q_i, dO_i
+        if (blocks > 0) {
+            const unsigned from = row_number(call.Hkv, call.rows_k, s.slot, own.h_kv, s.k_start + j0);
+            load_parts<BC, D, false>(base, call.k, from, keys);
+            load_parts<BC, DV, false>(base + V_AT, call.v, from, keys);
+            load_queries(h, 0);
+            load_output(h, 0);
+        }
+        int r = 0;  // the first row of a step
+#pragma unroll 1
+        while (blocks > 0 && h < h_end) {
+            const bool last_block = r + BR >= blocks * BR, full = whole <= r && r + BR <= whole_end;
+            const int next_r = last_block ? 0 : r + BR;
+            const long long next_h = last_block ? h + 1 : h;
+            await_groups<1>();
+            __syncthreads();  // Q_i is there, at first K_j and V_j; no thread reads dS of the step before
+
+            // S^T = K Q^T, P = exp(S - lse)
+            float P[NR][4], dS[NR][4];
+            {
+                const unsigned thread = once_more(threadIdx.x), warp = thread / WARP_SIZE;
+                multiply_rows<BC, BR, D>(P, base + warp % WARPS_K * (16 * line_columns(D) * 2) + lane_rows<line_columns(D)>(thread),
+                                         base + Q_AT + warp / WARPS_K * (ROWS * line_columns(D) * 2) + lane_columns<line_columns(D)>(thread));
+            }
+            const int row = once_more(threadIdx.x) / WARP_SIZE / WARPS_K * ROWS + 2 * (int)(once_more(threadIdx.x) % 4);  // the lane's first of the block
+#pragma unroll
+            for (int n = 0; n < NR; n++) {
+                const float2 two = *reinterpret_cast<const float2*>(on_chip + LSE_AT + 4 * (row + 8 * n));
+#pragma unroll
+                for (int e = 0; e < 4; e++) {
+                    const float lse = e % 2 ? two.y : two.x;
+                    const float above = PRODUCTS ? multiply_add(P[n][e], power, -lse * LOG2E) : P[n][e] * scale - lse;
+                    const float least_of = above > 0 ? 0.0f : above;  // P <= 1, whatever was rounded; NaN stays NaN
+                    P[n][e] = PRODUCTS ? exp2_approximately(least_of) : exponential(least_of);
+                    if (!full && hidden(seen, r + row, n, e))
+                        P[n][e] = 0;
+                }
+            }
+            await_groups<0>();
+            __syncthreads();  // dO_i is there
+
+            // dP^T = V dO^T, dS = P (dP - delta). A hidden key has dS = 0 by selection: its dP may have overflown
+            {
+                const unsigned thread = once_more(threadIdx.x), warp = thread / WARP_SIZE;
+                multiply_rows<BC, BR, DV>(dS, base + V_AT + warp % WARPS_K * (16 * line_columns(DV) * 2) + lane_rows<line_columns(DV)>(thread),
+                                          base + O_AT + warp / WARPS_K * (ROWS * line_columns(DV) * 2) + lane_columns<line_columns(DV)>(thread));
+            }
+#pragma unroll
+            for (int n = 0; n < NR; n++) {
+                const float2 two = *reinterpret_cast<const float2*>(on_chip + DELTA_AT + 4 * (row + 8 * n));
+#pragma unroll
+                for (int e = 0; e < 4; e++) {
+                    dS[n][e] = P[n][e] * (dS[n][e] - (e % 2 ? two.y : two.x));
+                    if (!full && hidden(seen, r + row, n, e))
+                        dS[n][e] = 0;
+                }
+            }
+
+            // dK += dS^T Q
+            unsigned A[NR / 2][PARTS][4];
+#pragma unroll
+            for (int x = 0; x < NR / 2; x++)
+                split_piece(A[x], dS[2 * x], dS[2 * x + 1]);
+            put_gradients(A, base);
+            {
+                const unsigned thread = once_more(threadIdx.x), warp = thread / WARP_SIZE;
+                accumulate<BR, D>(dK, A, base + Q_AT + warp / WARPS_K * (ROWS * line_columns(D) * 2) + lane_rows<line_columns(D)>(thread), 0, 0);
+            }
+            __syncthreads();  // dS is there, and no thread reads Q_i any more
+            if (next_h < h_end)
+                load_queries(next_h, next_r);
+
+            // dV += P^T dO
+#pragma unroll
+            for (int x = 0; x < NR / 2; x++)
+                split_piece(A[x], P[2 * x], P[2 * x + 1]);
+            {
+                const unsigned thread = once_more(threadIdx.x), warp = thread / WARP_SIZE;
+                accumulate<BR, DV>(dV, A, base + O_AT + warp / WARPS_K * (ROWS * line_columns(DV) * 2) + lane_rows<line_columns(DV)>(thread), 0, 0);
+            }
+            __syncthreads();  // no thread reads dO_i any more
+            if (next_h < h_end)
+                load_output(next_h, next_r);
+
+            // dQ_i += dS K
+            const int warp_row = once_more(threadIdx.x) / WARP_SIZE % WARPS_Q * 16;
+            if (r + warp_row < rows)
+                add_queries(patches_of(call, s, h, i_low + r + warp_row), base);
+            h = next_h;
+            r = next_r;
+        }
+    }
+
+    // dK_j and dV_j of two warps with the same keys: the first writes dK, the second dV
+    const Owned own = owned_by(call, once_more(blockIdx.x));
+    const int warp = threadIdx.x / WARP_SIZE;
+    bool writes_k = true, writes_v = true;
+    if constexpr (WARPS_R == 2) {
+        __syncthreads();  // no thread reads a tile any more
+        const unsigned sums = base + warp % WARPS_K * ((ND + NV) * PIECE_NUMBERS * 4) + threadIdx.x % WARP_SIZE * 16;
+        writes_k = warp < WARPS_K;
+        writes_v = !writes_k;
+        if (writes_k)
+            put_sums(dV, sums + ND * PIECE_NUMBERS * 4);
+        else
+            put_sums(dK, sums);
+        __syncthreads();  // the sums of the other warp are there
+        if (writes_k)
+            add_sums(dK, sums);
+        else
+            add_sums(dV, sums + ND * PIECE_NUMBERS * 4);
+    }
+    if (writes_k)
+        store_keys<D>(call, call.dk, own.s, own.h_kv, own.j0, dK, float(call.scale));
+    if (writes_v)
+        store_keys<DV>(call, call.dv, own.s, own.h_kv, own.j0, dV, 1.0f);
+}
+
+// dQ = scale * the sum that the atomic additions made. A warp has a patch at a time. Rows of padding hold 0.
+extern "C" __global__ void __launch_bounds__(THREADS) fa2_backward_finish(const __grid_constant__ Call call)
+{
+    const long long each = (call.Tq + 15) / 16, patches = call.B * call.Hq * each * ND;
+    for (long long n = (long long)blockIdx.x * WARPS + threadIdx.x / WARP_SIZE; n < patches; n += (long long)gridDim.x * WARPS) {
+        const unsigned piece = (unsigned)(n % ND), rest = (unsigned)(n / ND);
+        const unsigned bh = rest / (unsigned)each, h = bh % (unsigned)call.Hq;
+        const long long i0 = (long long)(rest % (unsigned)each) * 16;
+        const Sequence s = sequence(call, bh / (unsigned)call.Hq);
+        const long long rows_end = PACKED ? s.q_length : call.Tq;
+        if (i0 >= rows_end)
+            continue;
+        const float4 four = *reinterpret_cast<const float4*>(patches_of(call, s, h, i0) + piece * PIECE_NUMBERS + threadIdx.x % WARP_SIZE * 4);
+        const float numbers[4] = {four.x, four.y, four.z, four.w}, scale = float(call.scale);
+#pragma unroll
+        for (int r = 0; r < 2; r++) {
+            const long long i = i0 + lane_g() + 8 * r;
+            if (i < rows_end)
+                store_pair<D>(row_of(call.dq, s.slot, h, s.q_start + i), 8 * piece + 2 * lane_t(), numbers[2 * r] * scale, numbers[2 * r + 1] * scale);
+        }
+    }
+}
