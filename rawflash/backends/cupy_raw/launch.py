@@ -8,6 +8,7 @@ same from call to call. :class:`Launcher` keeps them, and puts in the addresses.
 from __future__ import annotations
 
 import ctypes
+import math
 import struct
 import threading
 from array import array
@@ -437,23 +438,27 @@ def side_gradients(problem: Problem, tiles: Tiles, x: Operands, grads: dict[str,
 
 
 def split_inputs(problem: Problem, tiles: Tiles, x: Operands) -> tuple[Any, dict[str, int]]:
-    """Split q, k, v and, of a backward pass, dout into bfloat16 parts (``mma/split_inputs.cu``).
+    """Split q, k, v and, of a backward pass, dout into bfloat16 parts (``mma/split_inputs.cu``), lse beside them.
 
     Returns the workspace that holds them, and the words by which kernels that read split_rows.cuh's rows find them.
     """
     kernels = x.memo.get("mma/split_inputs.cu") or launcher("mma/split_inputs.cu", problem, tiles, x, {})
     matrices = {name: getattr(x, name) for name in ("q", "k", "v", "dout") if getattr(x, name) is not None}
-    starts, total = {}, 0
+    item, starts, total = np.dtype(problem.compute_dtype).itemsize, {}, 0
     for name, view in matrices.items():
         starts[name] = total
         slots, heads, rows, columns = view.shape
         total += slots * heads * rows * blocks_of(columns, SPLIT_CHUNK) * SPLIT_CHUNK_BYTES
-    made = kernels.workspace(total // np.dtype(problem.compute_dtype).itemsize)
-    address = made.data.ptr
+    if x.dout is not None:
+        starts["m"] = total
+        total += math.prod(x.dout.shape[:3]) * item
+    made = kernels.workspace(total // item)
+    words = {f"{name}.data": made.data.ptr + start for name, start in starts.items()}
     blocks = {name: problem.B * (problem.Hkv * blocks_of(problem.Tk, SPLIT_ROWS) if name in ("k", "v")
                                  else problem.Hq * blocks_of(problem.Tq, SPLIT_ROWS)) for name in matrices}  # fmt: skip
-    kernels.run("split_inputs", sum(blocks.values()), kernels.call(problem, x, {"sums": address}))
-    return made, {f"{name}.data": address + start for name, start in starts.items()}
+    call = kernels.call(problem, x, {"sums": made.data.ptr, "m.data": words.get("m.data", 0)})
+    kernels.run("split_inputs", sum(blocks.values()), call)
+    return made, words
 
 
 def blocks_of(rows: int, size: int) -> int:

@@ -8,7 +8,7 @@
 // fa2_backward_finish brings them into order.
 //
 // On chip:  parts of K (Bc, d), V (Bc, dv), Q (Br, d), dO (Br, dv), dS^T (Bc, Br); lse and delta of Br rows; in registers S, P, dP, dS (Bc, Br), dK (Bc, d),
-// dV (Bc, dv), dQ (Br, d). Read per step: Q_i and dO_i, Q_i while dV's and dQ's products run, dO_i while dQ's and those of the next S do.
+// dV (Bc, dv), dQ (Br, d). Read per step: Q_i and dO_i, Q_i while the products of dV and dQ run, dO_i while those of dQ and of the next S do.
 //
 // All start from delta = rowsum(dO * O) - dlse (side_gradients.cu).
 
@@ -50,29 +50,40 @@ constexpr bool PRODUCTS = SCALE_LATER;
 constexpr double LOG2E_DOUBLE = 1.4426950408889634;
 
 // Which rows see a lane's key c: from first + 8 c on, before end + 8 c (of the band) and before rows; and how many keys there are. Rows are counted from
-// the first of all, keys from the block's first.
+// the first of all, keys from the lane's first.
 struct Seen {
     int first, end, rows, keys;
 };
 
 __device__ __forceinline__ int narrowed(long long x) { return (int)clamp(x, -FAR, FAR); }
 
-// Is S[n][e] hidden, whose first row is `row`?
-__device__ __forceinline__ bool hidden(const Seen& seen, int row, int n, int e)
+// P of a hidden key is -0: what is seen has no sign.
+__device__ __forceinline__ void hide(float (&P)[NR][4], const Seen& seen, int row)
 {
-    const int x = row + 8 * n + e % 2, c = e / 2;
-    bool is = x >= seen.rows || 8 * c >= seen.keys;
-    if constexpr (BAND)
-        is |= x < seen.first + 8 * c || x >= seen.end + 8 * c;
-    return is;
+#pragma unroll
+    for (int n = 0; n < NR; n++)
+#pragma unroll
+        for (int e = 0; e < 4; e++) {
+            const int x = 8 * n + e % 2, c = e / 2;
+            bool hidden = x >= seen.rows - row || 8 * c >= seen.keys;
+            if constexpr (BAND)
+                hidden |= x < seen.first - row + 8 * c || x >= seen.end - row + 8 * c;
+            if (hidden)
+                P[n][e] = -0.0f;
+        }
 }
 
-// The patches of a head's rows from i on, i a multiple of 16. Of packed sequences every one begins with a patch of its own.
-__device__ __forceinline__ float* patches_of(const Call& call, const Sequence& s, long long h, long long i)
+__device__ __forceinline__ bool is_hidden(float P) { return (int)__float_as_uint(P) < 0; }
+
+// The first patch of a head's rows from i on, i a multiple of 16, and how many a head has. Of packed sequences each begins with a patch of its own.
+__device__ __forceinline__ long long patches_each(const Call& call) { return PACKED ? call.rows_q / 16 + call.B : (call.Tq + 15) / 16; }
+
+__device__ __forceinline__ unsigned patch_number(const Call& call, const Sequence& s, long long h, long long i)
 {
-    const long long each = PACKED ? call.rows_q / 16 + call.B : (call.Tq + 15) / 16, first = PACKED ? s.q_start / 16 + s.b : 0;
-    return call.sums + ((s.slot * call.Hq + h) * each + first + i / 16) * (ND * PIECE_NUMBERS);
+    return row_number(call.Hq, patches_each(call), s.slot, h, (PACKED ? s.q_start / 16 + s.b : 0) + i / 16);
 }
+
+__device__ __forceinline__ float* patch_of(const Call& call, unsigned number) { return call.sums + (unsigned long long)number * (ND * PIECE_NUMBERS); }
 
 // dQ += dS K for the 16 rows and the columns of this warp; `patches` are those of these rows
 __device__ __forceinline__ void add_queries(float* patches, unsigned base)
@@ -184,6 +195,59 @@ __device__ __forceinline__ Owned owned_by(const Call& call, unsigned index)
     return {sequence(call, bh / Hkv), bh % Hkv, (long long)(index % blocks) * BC};
 }
 
+// Begin to copy the rows of a step: Q and the rows' statistics, or dO. `first` is the number of the first, `count` how many exist.
+__device__ __forceinline__ void load_queries(const Call& call, unsigned char* on_chip, unsigned first, int count)
+{
+    load_parts<BR, D, false>(shared_address(on_chip) + Q_AT, call.q, first, count);
+    const unsigned y = once_more(threadIdx.x);
+    if (y < BR) {
+        const bool exists = (int)y < count;
+        const unsigned n = exists ? first + y : first;
+        copy_to_shared<4>(on_chip + LSE_AT + 4 * y, call.m.data + n, exists);
+        copy_to_shared<4>(on_chip + DELTA_AT + 4 * y, call.delta.data + n, exists);
+    }
+    commit_group();
+}
+
+__device__ __forceinline__ void load_output(const Call& call, unsigned base, unsigned first, int count)
+{
+    load_parts<BR, DV, false>(base + O_AT, call.dout, first, count);
+    commit_group();
+}
+
+// Where a warp's part of a tile is, of 16 keys or of ROWS rows.
+template <int N> __device__ __forceinline__ unsigned keys_of_warp(unsigned tile, unsigned thread)
+{
+    return tile + thread / WARP_SIZE % WARPS_K * (16 * line_columns(N) * 2);
+}
+
+template <int N> __device__ __forceinline__ unsigned rows_of_warp(unsigned tile, unsigned thread)
+{
+    return tile + thread / WARP_SIZE / WARPS_K * (ROWS * line_columns(N) * 2);
+}
+
+// S^T = A B^T, where A are K or V and B are Q or dO
+template <int N> __device__ __forceinline__ void multiply_keys(float (&S)[NR][4], unsigned keys, unsigned rows)
+{
+    const unsigned thread = once_more(threadIdx.x);  // addresses of factors are not to take registers beyond the product
+    multiply_rows<BC, BR, N>(
+        S, keys_of_warp<N>(keys, thread) + lane_rows<line_columns(N)>(thread), rows_of_warp<N>(rows, thread) + lane_columns<line_columns(N)>(thread));
+}
+
+// sum += A B for A as it was split
+template <int N> __device__ __forceinline__ void add_rows(float (&sum)[depth_columns(N) / 8][4], const unsigned (&A)[NR / 2][PARTS][4], unsigned rows)
+{
+    const unsigned thread = once_more(threadIdx.x);
+    accumulate<BR, N>(sum, A, rows_of_warp<N>(rows, thread) + lane_rows<line_columns(N)>(thread), 0, 0);
+}
+
+__device__ __forceinline__ void split_scores(unsigned (&words)[NR / 2][PARTS][4], const float (&S)[NR][4])
+{
+#pragma unroll
+    for (int n = 0; n < NR / 2; n++)
+        split_piece(words[n], S[2 * n], S[2 * n + 1]);
+}
+
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) fa2_backward_keys(const __grid_constant__ Call call)
 {
     extern __shared__ __align__(LINE_BYTES) unsigned char on_chip[];
@@ -194,7 +258,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) fa2_backward_keys(
     {
         const Owned own = owned_by(call, blockIdx.x);
         const Sequence& s = own.s;
-        const long long j0 = own.j0, group = (unsigned)call.Hq / (unsigned)call.Hkv;
+        const long long j0 = own.j0;
         if (j0 >= (PACKED ? s.kv_length : call.Tk))
             return;
         long long i_low, i_high;
@@ -202,7 +266,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) fa2_backward_keys(
 
         // In 32 bits from i_low on: the rows that see all keys, and those that see the lane's first key
         const int rows = narrowed(s.q_length - i_low), keys = narrowed(s.kv_length - j0), lane_key = ScoreTile::column(0);
-        const int blocks = (int)((most(i_high - i_low, 0) + BR - 1) / BR);
+        const int row_end = (int)((most(i_high - i_low, 0) + BR - 1) / BR) * BR;
         int whole = 0, whole_end = keys >= BC ? rows : -FAR;
         Seen seen = {-FAR, FAR, rows, keys - lane_key};
         if constexpr (BAND) {
@@ -212,115 +276,99 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) fa2_backward_keys(
             seen.first = narrowed(distance - call.band_upper + lane_key);
             seen.end = narrowed(distance - call.band_lower + 1 + lane_key);
         }
-        long long h = own.h_kv * group;
-        const long long h_end = h + group;
-        const float scale = float(call.scale), power = PRODUCTS ? float(call.scale * LOG2E_DOUBLE) : LOG2E;
+        const float power = PRODUCTS ? float(call.scale * LOG2E_DOUBLE) : float(call.scale);
 
-        auto load_queries = [&](long long head, int r) {
-            load_parts<BR, D, false>(base + Q_AT, call.q, row_number(call.Hq, call.rows_q, s.slot, head, s.q_start + i_low + r), rows - r);
-            if (threadIdx.x < BR) {
-                const int y = r + (int)threadIdx.x;
-                const long long i = s.q_start + i_low + (y < rows ? y : 0);
-                copy_to_shared<4>(on_chip + LSE_AT + 4 * threadIdx.x, row_of(call.lse, s.slot, head, i), y < rows);
-                copy_to_shared<4>(on_chip + DELTA_AT + 4 * threadIdx.x, row_of(call.delta, s.slot, head, i), y < rows);
-            }
-            commit_group();
-        };
-        auto load_output = [&](long long head, int r) {
-            load_parts<BR, DV, false>(base + O_AT, call.dout, row_number(call.Hq, call.rows_q, s.slot, head, s.q_start + i_low + r), rows - r);
-            commit_group();
-        };
+        // Heads that are left with this one; of a step the number of its first row and of its first patch, and its first row
+        int heads = (unsigned)call.Hq / (unsigned)call.Hkv, r = 0;
+        const long long h = own.h_kv * heads;
+        unsigned from = row_number(call.Hq, call.rows_q, s.slot, h, s.q_start + i_low), patch = patch_number(call, s, h, i_low);
+        if (row_end == 0)
+            heads = 0;
 
         // Load K_j, V_j and the first Q_i, dO_i
-        if (blocks > 0) {
-            const unsigned from = row_number(call.Hkv, call.rows_k, s.slot, own.h_kv, s.k_start + j0);
-            load_parts<BC, D, false>(base, call.k, from, keys);
-            load_parts<BC, DV, false>(base + V_AT, call.v, from, keys);
-            load_queries(h, 0);
-            load_output(h, 0);
+        if (heads > 0) {
+            const unsigned first = row_number(call.Hkv, call.rows_k, s.slot, own.h_kv, s.k_start + j0);
+            load_parts<BC, D, false>(base, call.k, first, keys);
+            load_parts<BC, DV, false>(base + V_AT, call.v, first, keys);
+            load_queries(call, on_chip, from, rows);
+            load_output(call, base, from, rows);
         }
-        int r = 0;  // the first row of a step
 #pragma unroll 1
-        while (blocks > 0 && h < h_end) {
-            const bool last_block = r + BR >= blocks * BR, full = whole <= r && r + BR <= whole_end;
-            const int next_r = last_block ? 0 : r + BR;
-            const long long next_h = last_block ? h + 1 : h;
+        while (heads > 0) {
+            const bool full = whole <= r && r + BR <= whole_end;
+            const int before = r;
             await_groups<1>();
             __syncthreads();  // Q_i is there, at first K_j and V_j; no thread reads dS of the step before
 
             // S^T = K Q^T, P = exp(S - lse)
             float P[NR][4], dS[NR][4];
-            {
-                const unsigned thread = once_more(threadIdx.x), warp = thread / WARP_SIZE;
-                multiply_rows<BC, BR, D>(P, base + warp % WARPS_K * (16 * line_columns(D) * 2) + lane_rows<line_columns(D)>(thread),
-                                         base + Q_AT + warp / WARPS_K * (ROWS * line_columns(D) * 2) + lane_columns<line_columns(D)>(thread));
-            }
-            const int row = once_more(threadIdx.x) / WARP_SIZE / WARPS_K * ROWS + 2 * (int)(once_more(threadIdx.x) % 4);  // the lane's first of the block
+            multiply_keys<D>(P, base, base + Q_AT);
+            const unsigned thread = once_more(threadIdx.x);
+            const int row = thread / WARP_SIZE / WARPS_K * ROWS + thread % 4 * 2;  // the lane's first of the step
 #pragma unroll
             for (int n = 0; n < NR; n++) {
                 const float2 two = *reinterpret_cast<const float2*>(on_chip + LSE_AT + 4 * (row + 8 * n));
 #pragma unroll
                 for (int e = 0; e < 4; e++) {
                     const float lse = e % 2 ? two.y : two.x;
-                    const float above = PRODUCTS ? multiply_add(P[n][e], power, -lse * LOG2E) : P[n][e] * scale - lse;
-                    const float least_of = above > 0 ? 0.0f : above;  // P <= 1, whatever was rounded; NaN stays NaN
-                    P[n][e] = PRODUCTS ? exp2_approximately(least_of) : exponential(least_of);
-                    if (!full && hidden(seen, r + row, n, e))
-                        P[n][e] = 0;
+                    const float above = PRODUCTS ? multiply_add(P[n][e], power, -lse * LOG2E) : P[n][e] * power - lse;
+                    const float limited = above > 0 ? 0.0f : above;  // P <= 1, whatever was rounded; NaN stays NaN
+                    P[n][e] = PRODUCTS ? exp2_approximately(limited) : exponential(limited);
                 }
             }
+            if (!full)
+                hide(P, seen, r + row);
             await_groups<0>();
             __syncthreads();  // dO_i is there
 
-            // dP^T = V dO^T, dS = P (dP - delta). A hidden key has dS = 0 by selection: its dP may have overflown
-            {
-                const unsigned thread = once_more(threadIdx.x), warp = thread / WARP_SIZE;
-                multiply_rows<BC, BR, DV>(dS, base + V_AT + warp % WARPS_K * (16 * line_columns(DV) * 2) + lane_rows<line_columns(DV)>(thread),
-                                          base + O_AT + warp / WARPS_K * (ROWS * line_columns(DV) * 2) + lane_columns<line_columns(DV)>(thread));
-            }
+            // dP^T = V dO^T, dS = P (dP - delta)
+            multiply_keys<DV>(dS, base + V_AT, base + O_AT);
 #pragma unroll
             for (int n = 0; n < NR; n++) {
                 const float2 two = *reinterpret_cast<const float2*>(on_chip + DELTA_AT + 4 * (row + 8 * n));
 #pragma unroll
-                for (int e = 0; e < 4; e++) {
+                for (int e = 0; e < 4; e++)
                     dS[n][e] = P[n][e] * (dS[n][e] - (e % 2 ? two.y : two.x));
-                    if (!full && hidden(seen, r + row, n, e))
-                        dS[n][e] = 0;
-                }
+            }
+            if (!full) {  // by selection: dP of a hidden key may have overflown
+#pragma unroll
+                for (int n = 0; n < NR; n++)
+#pragma unroll
+                    for (int e = 0; e < 4; e++)
+                        if (is_hidden(P[n][e]))
+                            dS[n][e] = 0;
             }
 
             // dK += dS^T Q
             unsigned A[NR / 2][PARTS][4];
-#pragma unroll
-            for (int x = 0; x < NR / 2; x++)
-                split_piece(A[x], dS[2 * x], dS[2 * x + 1]);
+            split_scores(A, dS);
             put_gradients(A, base);
-            {
-                const unsigned thread = once_more(threadIdx.x), warp = thread / WARP_SIZE;
-                accumulate<BR, D>(dK, A, base + Q_AT + warp / WARPS_K * (ROWS * line_columns(D) * 2) + lane_rows<line_columns(D)>(thread), 0, 0);
+            add_rows<D>(dK, A, base + Q_AT);
+            const unsigned patch_before = patch;
+            r += BR;
+            from += BR;
+            patch += BR / 16;
+            if (r == row_end) {
+                heads--;
+                from += (unsigned)call.rows_q - r;
+                patch += (unsigned)patches_each(call) - r / 16;
+                r = 0;
             }
             __syncthreads();  // dS is there, and no thread reads Q_i any more
-            if (next_h < h_end)
-                load_queries(next_h, next_r);
+            if (heads > 0)
+                load_queries(call, on_chip, from, rows - r);
 
             // dV += P^T dO
-#pragma unroll
-            for (int x = 0; x < NR / 2; x++)
-                split_piece(A[x], P[2 * x], P[2 * x + 1]);
-            {
-                const unsigned thread = once_more(threadIdx.x), warp = thread / WARP_SIZE;
-                accumulate<BR, DV>(dV, A, base + O_AT + warp / WARPS_K * (ROWS * line_columns(DV) * 2) + lane_rows<line_columns(DV)>(thread), 0, 0);
-            }
+            split_scores(A, P);
+            add_rows<DV>(dV, A, base + O_AT);
             __syncthreads();  // no thread reads dO_i any more
-            if (next_h < h_end)
-                load_output(next_h, next_r);
+            if (heads > 0)
+                load_output(call, base, from, rows - r);
 
             // dQ_i += dS K
-            const int warp_row = once_more(threadIdx.x) / WARP_SIZE % WARPS_Q * 16;
-            if (r + warp_row < rows)
-                add_queries(patches_of(call, s, h, i_low + r + warp_row), base);
-            h = next_h;
-            r = next_r;
+            const int patch_of_warp = once_more(threadIdx.x) / WARP_SIZE % WARPS_Q;
+            if (before + 16 * patch_of_warp < rows)
+                add_queries(patch_of(call, patch_before + patch_of_warp), base);
         }
     }
 
@@ -361,7 +409,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) fa2_backward_finish(const 
         const long long rows_end = PACKED ? s.q_length : call.Tq;
         if (i0 >= rows_end)
             continue;
-        const float4 four = *reinterpret_cast<const float4*>(patches_of(call, s, h, i0) + piece * PIECE_NUMBERS + threadIdx.x % WARP_SIZE * 4);
+        const float4 four = *reinterpret_cast<const float4*>(patch_of(call, patch_number(call, s, h, i0)) + piece * PIECE_NUMBERS + threadIdx.x % WARP_SIZE * 4);
         const float numbers[4] = {four.x, four.y, four.z, four.w}, scale = float(call.scale);
 #pragma unroll
         for (int r = 0; r < 2; r++) {

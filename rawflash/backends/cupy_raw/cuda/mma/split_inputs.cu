@@ -2,7 +2,8 @@
 //
 // The workspace `sums` has Q, K, V and, in a backward pass, dO one behind the other, each of them whole heads of whole rows (split_rows.cuh). A block
 // of threads owns ROWS rows of one head of one matrix, a thread eight numbers of a row at a time. Padding is not read, and its rows are not written:
-// the kernels do not read them. Read: each number once; written: its parts, once.
+// the kernels do not read them. In a backward pass lse comes beside Q, as workspace m: there it is found by the numbers of rows, whatever its strides are.
+// Read: each number once; written: its parts, once.
 
 #include "numbers.cuh"
 #include "call.cuh"
@@ -79,6 +80,9 @@ extern "C" __global__ void __launch_bounds__(THREADS) split_inputs(const __grid_
     const long long count = (of_keys ? s.kv_length : s.q_length) - t0, t = (of_keys ? s.k_start : s.q_start) + t0;
     if (count <= 0)
         return;
+    if (call.m.data && is_q)
+        for (long long n = threadIdx.x; n < ROWS && n < count; n += THREADS)
+            *row_of(call.m, s.slot, h, t + n) = *row_of(call.lse, s.slot, h, t + n);
     const Matrix& matrix = is_q ? call.q : is_k ? call.k : is_v ? call.v : call.dout;
     const long long row = (s.slot * heads + h) * (of_keys ? call.rows_k : call.rows_q) + t;
     const elem* const from = row_of(matrix, s.slot, h, t);
