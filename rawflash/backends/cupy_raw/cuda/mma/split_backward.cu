@@ -1,16 +1,16 @@
 // FlashAttention-2, backward pass, in float32 by tensor cores that take bfloat16 (Dao 2024, algorithm 2), from parts that were split before
 // (split_inputs.cu). What products lose, and what sums: split.cuh, split_rows.cuh.
 //
-// fa2_backward_keys: a block of eight warps owns Bc keys of one key head and runs over the Q blocks of all query heads that share it. A warp owns 16 of
-// the keys and, where these are fewer than 16 for each, a part of the rows. Scores lie as S^T (keys, rows): so do P and dS, split in registers, as
-// products with dO and Q take them. dK and dV stay in registers; warps that share keys add theirs in the end. dQ_i += dS K goes to device memory by
-// atomic additions, whose order is the one in which products leave it: a patch is 16 rows and 8 columns, four numbers of it each lane's.
-// fa2_backward_finish brings them into order.
+// fa2_backward_keys: a block of eight warps owns Bc keys of one key head and runs over the Q blocks of all query heads that share it. Scores lie as S^T
+// (keys, rows), of which a warp has 16 keys and, where these are fewer than 16 for each, a part of the rows. A warp that has all rows multiplies P and
+// dS, split in registers, with dO and Q as they lie; else they go through on-chip memory, and a warp has a part of the columns of dK and dV, which stay
+// in registers. dQ_i += dS K goes to device memory by atomic additions, whose order is the one in which products leave it: a patch is 16 rows and
+// all columns, eight of them after the other, and four numbers of these each lane's. fa2_backward_finish brings them into order.
 //
-// On chip:  parts of K (Bc, d), V (Bc, dv), Q (Br, d), dO (Br, dv), dS^T (Bc, Br); lse and delta of Br rows; in registers S, P, dP, dS (Bc, Br), dK (Bc, d),
-// dV (Bc, dv), dQ (Br, d). Read per step: Q_i and dO_i, Q_i while the products of dV and dQ run, dO_i while those of dQ and of the next S do.
+// On chip:  parts of K (Bc, d), V (Bc, dv), Q (Br, d), dO (Br, dv), P^T or dS^T (Bc, Br); lse and delta of Br rows; in registers S, P, dP, dS (Bc, Br),
+// dK (Bc, d), dV (Bc, dv), dQ (Br, d). Read per step: Q_i and dO_i, while the products of dQ and, of dO_i, of dK run.
 //
-// All start from delta = rowsum(dO * O) - dlse (side_gradients.cu).
+// It starts from delta = rowsum(dO * O) - dlse (side_gradients.cu).
 
 #include "numbers.cuh"
 #include "call.cuh"
@@ -18,18 +18,19 @@
 #include "split_rows.cuh"
 
 constexpr int WARPS = THREADS / WARP_SIZE;
-constexpr int WARPS_K = BC / 16, WARPS_R = WARPS / WARPS_K;  // warps along keys, and along rows
-constexpr int ROWS = BR / WARPS_R;                           // of a warp
-constexpr int NR = ROWS / 8, ND = depth_columns(D) / 8, NV = depth_columns(DV) / 8;  // pieces of 8 columns: of S^T, dK, dV
-constexpr int WARPS_Q = BR / 16, PAIRS_D = ND / 2, PAIRS_Q = ceil_div(PAIRS_D, WARPS / WARPS_Q);  // dQ: a warp has 16 rows, and pairs of pieces
-constexpr int GROUP = PAIRS_Q % 2 == 0 ? 2 : 1;                                                   // of them at a time
+constexpr int WARPS_K = BC / 16, WARPS_R = WARPS / WARPS_K;  // warps along keys, and along the rows of S^T or the columns of dK and dV
+constexpr int ROWS = BR / WARPS_R, NR = ROWS / 8;            // of a warp: rows of S^T, and pieces of 8
+constexpr int WARPS_Q = BR / 16;                             // warps along the rows of dQ
+constexpr bool THROUGH_MEMORY = WARPS_R > 1;
+// Pairs of pieces of 8 columns: of d, and of d and dv that a warp has of dK, of dV and of dQ
+constexpr int PAIRS_D = depth_columns(D) / 16, PAIRS_K = ceil_div(PAIRS_D, WARPS_R), PAIRS_V = ceil_div(depth_columns(DV) / 16, WARPS_R);
+constexpr int PAIRS_Q = ceil_div(PAIRS_D, WARPS / WARPS_Q), ND = 2 * PAIRS_D, NK = 2 * PAIRS_K, NV = 2 * PAIRS_V, NQ = 2 * PAIRS_Q;
 constexpr int V_AT = tile_bytes(BC, D), Q_AT = V_AT + tile_bytes(BC, DV), O_AT = Q_AT + tile_bytes(BR, D);  // bytes from the start of K
 constexpr int S_AT = O_AT + tile_bytes(BR, DV), LSE_AT = S_AT + tile_bytes(BC, BR), DELTA_AT = LSE_AT + BR * 4;
 constexpr int PIECE_NUMBERS = 16 * 8;
 constexpr int FAR = 1 << 30;  // beyond all rows and keys of a call that this kernel takes
 static_assert(WARPS_K * WARPS_R == WARPS && ROWS % 32 == 0 && WARPS % WARPS_Q == 0 && BR <= THREADS, "whole pieces");
 static_assert(DELTA_AT + BR * 4 == TILE_BYTES, "the plan's tiles");
-static_assert(WARPS_R <= 2 && WARPS_K * (ND + NV) * PIECE_NUMBERS * 4 <= LSE_AT, "room for sums of other warps");
 
 // A tile of scores in registers, transposed: S[n][e] is key 8 (e / 2) + lane_g() of the warp's, row 8 n + 2 lane_t() + e % 2 of the warp's.
 struct ScoreTile {
@@ -85,51 +86,37 @@ __device__ __forceinline__ unsigned patch_number(const Call& call, const Sequenc
 
 __device__ __forceinline__ float* patch_of(const Call& call, unsigned number) { return call.sums + (unsigned long long)number * (ND * PIECE_NUMBERS); }
 
-// dQ += dS K for the 16 rows and the columns of this warp; `patches` are those of these rows
-__device__ __forceinline__ void add_queries(float* patches, unsigned base)
+// dQ += dS K for the 16 rows and the columns of this warp; `patch` is that of the rows
+__device__ __forceinline__ void add_queries(float* patch, unsigned base)
 {
     const unsigned thread = once_more(threadIdx.x);
-    const int warp = (int)(thread / WARP_SIZE), row = warp % WARPS_Q * 16, pair = warp / WARPS_Q * PAIRS_Q;
-    const unsigned ds_at = piece_at<line_columns(BR)>(base + S_AT + lane_columns<line_columns(BR)>(thread), 0, row);
+    const int warp = (int)(thread / WARP_SIZE), pair = warp / WARPS_Q * PAIRS_Q;
+    const unsigned s_at = piece_at<line_columns(BR)>(base + S_AT + lane_columns<line_columns(BR)>(thread), 0, warp % WARPS_Q * 16);
     const unsigned k_at = base + lane_rows<line_columns(D)>(thread);
+    float dQ[NQ][4];
+    clear(dQ);
+    add_product<BC / 16>(
+        dQ, [&](unsigned(&A)[PARTS][4], int s) { read_parts_transposed<BC, BR>(A, s_at, 16 * s, 0); },
+        [&](unsigned(&B)[PARTS][4], int s, int x) {
+            read_parts_transposed<BC, D>(B, piece_at<line_columns(D)>(k_at, 0, 16 * (pair + x)), 16 * s, 0);
+        });
+    float* const to = patch + 2 * pair * PIECE_NUMBERS + thread % WARP_SIZE * 4;
 #pragma unroll
-    for (int n = 0; n < PAIRS_Q; n += GROUP) {
-        float sum[2 * GROUP][4], large[2 * GROUP][4], small[2 * GROUP][4];
-        clear(sum);
-        clear(small);
-#pragma unroll
-        for (int s = 0; s < BC / 16; s++) {
-            unsigned A[PARTS][4], B[GROUP][PARTS][4];
-            read_parts_transposed<BC, BR>(A, ds_at, 16 * s, 0);
-#pragma unroll
-            for (int x = 0; x < GROUP; x++)
-                read_parts_transposed<BC, D>(B[x], piece_at<line_columns(D)>(k_at, 0, 16 * (pair + n + x)), 16 * s, 0);
-            if (s % STEPS_ADDED == 0)
-                clear(large);
-            multiply_parts<2 * GROUP>(large, small, A, B);
-            if (s % STEPS_ADDED == STEPS_ADDED - 1)
-                add(sum, large);
-        }
-        add(sum, small);
-#pragma unroll
-        for (int x = 0; x < 2 * GROUP; x++) {
-            const int piece = 2 * (pair + n) + x;
-            float* const to = patches + piece * PIECE_NUMBERS + thread % WARP_SIZE * 4;
-            if (PAIRS_D % PAIRS_Q != 0 && piece >= ND)
-                continue;
+    for (int n = 0; n < NQ; n++) {
+        if (PAIRS_D % PAIRS_Q != 0 && 2 * pair + n >= ND)
+            continue;
 #if __CUDA_ARCH__ >= 900
-            atomicAdd(reinterpret_cast<float4*>(to), make_float4(sum[x][0], sum[x][1], sum[x][2], sum[x][3]));
+        atomicAdd(reinterpret_cast<float4*>(to + n * PIECE_NUMBERS), make_float4(dQ[n][0], dQ[n][1], dQ[n][2], dQ[n][3]));
 #else
 #pragma unroll
-            for (int e = 0; e < 4; e++)
-                atomicAdd(to + e, sum[x][e]);
+        for (int e = 0; e < 4; e++)
+            atomicAdd(to + n * PIECE_NUMBERS + e, dQ[n][e]);
 #endif
-        }
     }
 }
 
-// The parts of dS^T, as the words of A, into on-chip memory.
-__device__ __forceinline__ void put_gradients(const unsigned (&words)[NR / 2][PARTS][4], unsigned base)
+// The parts of P^T or dS^T, as the words of A, into on-chip memory.
+__device__ __forceinline__ void put_scores(const unsigned (&words)[NR / 2][PARTS][4], unsigned base)
 {
     const unsigned thread = once_more(threadIdx.x);
     const int warp = (int)(thread / WARP_SIZE), key = warp % WARPS_K * 16 + (int)(thread % WARP_SIZE / 4), row = warp / WARPS_K * ROWS;
@@ -145,31 +132,13 @@ __device__ __forceinline__ void put_gradients(const unsigned (&words)[NR / 2][PA
         }
 }
 
-template <int N> __device__ __forceinline__ void put_sums(const float (&X)[N][4], unsigned to)
-{
-#pragma unroll
-    for (int n = 0; n < N; n++) {
-        const unsigned words[4] = {__float_as_uint(X[n][0]), __float_as_uint(X[n][1]), __float_as_uint(X[n][2]), __float_as_uint(X[n][3])};
-        store_shared(to + n * (PIECE_NUMBERS * 4), words);
-    }
-}
-
-template <int N> __device__ __forceinline__ void add_sums(float (&X)[N][4], unsigned from)
-{
-#pragma unroll
-    for (int n = 0; n < N; n++) {
-        const uint4 words = load_shared(from + n * (PIECE_NUMBERS * 4));
-        X[n][0] += __uint_as_float(words.x), X[n][1] += __uint_as_float(words.y);
-        X[n][2] += __uint_as_float(words.z), X[n][3] += __uint_as_float(words.w);
-    }
-}
-
 // Write the gradient of the warp's keys or values. Rows of padding are 0.
 template <int COLUMNS, int N>
 __device__ __forceinline__ void store_keys(
     const Call& call, const Matrix& matrix, const Sequence& s, long long h_kv, long long j0, const float (&X)[N][4], float factor)
 {
     const long long keys_end = PACKED ? s.kv_length : call.Tk;
+    const int first = THROUGH_MEMORY ? threadIdx.x / WARP_SIZE / WARPS_K * (8 * N) : 0;
 #pragma unroll
     for (int c = 0; c < 2; c++) {
         const long long j = j0 + ScoreTile::column(c);
@@ -179,7 +148,7 @@ __device__ __forceinline__ void store_keys(
         const bool empty = j >= s.kv_length;
 #pragma unroll
         for (int n = 0; n < N; n++)
-            store_pair<COLUMNS>(to, 8 * n + 2 * lane_t(), empty ? 0.0f : X[n][2 * c] * factor, empty ? 0.0f : X[n][2 * c + 1] * factor);
+            store_pair<COLUMNS>(to, first + 8 * n + 2 * lane_t(), empty ? 0.0f : X[n][2 * c] * factor, empty ? 0.0f : X[n][2 * c + 1] * factor);
     }
 }
 
@@ -234,11 +203,23 @@ template <int N> __device__ __forceinline__ void multiply_keys(float (&S)[NR][4]
         S, keys_of_warp<N>(keys, thread) + lane_rows<line_columns(N)>(thread), rows_of_warp<N>(rows, thread) + lane_columns<line_columns(N)>(thread));
 }
 
-// sum += A B for A as it was split
-template <int N> __device__ __forceinline__ void add_rows(float (&sum)[depth_columns(N) / 8][4], const unsigned (&A)[NR / 2][PARTS][4], unsigned rows)
+// sum += A B for P^T or dS^T as A, from registers or on-chip memory, and dO or Q as B
+template <int COLUMNS, int N>
+__device__ __forceinline__ void add_rows(float (&sum)[N][4], const unsigned (&words)[NR / 2][PARTS][4], unsigned base, unsigned rows)
 {
     const unsigned thread = once_more(threadIdx.x);
-    accumulate<BR, N>(sum, A, rows_of_warp<N>(rows, thread) + lane_rows<line_columns(N)>(thread), 0, 0);
+    const unsigned b_at = rows + lane_rows<line_columns(COLUMNS)>(thread);
+    if constexpr (THROUGH_MEMORY) {
+        const unsigned a_at = keys_of_warp<BR>(base + S_AT, thread) + lane_rows<line_columns(BR)>(thread);
+        const int pair = (int)(thread / WARP_SIZE) / WARPS_K * (N / 2);
+        add_product<BR / 16>(
+            sum, [&](unsigned(&A)[PARTS][4], int s) { read_parts<BC, BR>(A, a_at, 0, 16 * s); },
+            [&](unsigned(&B)[PARTS][4], int s, int x) {
+                read_parts_transposed<BR, COLUMNS>(B, piece_at<line_columns(COLUMNS)>(b_at, 0, 16 * (pair + x)), 16 * s, 0);
+            });
+    } else {
+        accumulate<BR, COLUMNS>(sum, words, b_at, 0, 0);
+    }
 }
 
 __device__ __forceinline__ void split_scores(unsigned (&words)[NR / 2][PARTS][4], const float (&S)[NR][4])
@@ -252,7 +233,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) fa2_backward_keys(
 {
     extern __shared__ __align__(LINE_BYTES) unsigned char on_chip[];
     const unsigned base = shared_address(on_chip);
-    float dK[ND][4], dV[NV][4];
+    float dK[NK][4], dV[NV][4];
     clear(dK);
     clear(dV);
     {
@@ -297,8 +278,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) fa2_backward_keys(
         while (heads > 0) {
             const bool full = whole <= r && r + BR <= whole_end;
             const int before = r;
-            await_groups<1>();
-            __syncthreads();  // Q_i is there, at first K_j and V_j; no thread reads dS of the step before
+            await_groups<0>();
+            __syncthreads();  // Q_i and dO_i are there, at first K_j and V_j; no thread reads dS of the step before
 
             // S^T = K Q^T, P = exp(S - lse)
             float P[NR][4], dS[NR][4];
@@ -318,8 +299,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) fa2_backward_keys(
             }
             if (!full)
                 hide(P, seen, r + row);
-            await_groups<0>();
-            __syncthreads();  // dO_i is there
+            unsigned words[NR / 2][PARTS][4];
+            if constexpr (THROUGH_MEMORY) {
+                split_scores(words, P);
+                put_scores(words, base);
+                __syncthreads();  // P is there
+            }
 
             // dP^T = V dO^T, dS = P (dP - delta)
             multiply_keys<DV>(dS, base + V_AT, base + O_AT);
@@ -339,11 +324,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) fa2_backward_keys(
                             dS[n][e] = 0;
             }
 
-            // dK += dS^T Q
-            unsigned A[NR / 2][PARTS][4];
-            split_scores(A, dS);
-            put_gradients(A, base);
-            add_rows<D>(dK, A, base + Q_AT);
+            // dV += P^T dO
+            if constexpr (!THROUGH_MEMORY)
+                split_scores(words, P);
+            add_rows<DV>(dV, words, base, base + O_AT);
             const unsigned patch_before = patch;
             r += BR;
             from += BR;
@@ -354,16 +338,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) fa2_backward_keys(
                 patch += (unsigned)patches_each(call) - r / 16;
                 r = 0;
             }
+            __syncthreads();  // no thread reads P and dO_i any more
+            if (heads > 0)
+                load_output(call, base, from, rows - r);
+
+            // dK += dS^T Q
+            split_scores(words, dS);
+            put_scores(words, base);
+            if constexpr (THROUGH_MEMORY)
+                __syncthreads();  // dS is there
+            add_rows<D>(dK, words, base, base + Q_AT);
             __syncthreads();  // dS is there, and no thread reads Q_i any more
             if (heads > 0)
                 load_queries(call, on_chip, from, rows - r);
-
-            // dV += P^T dO
-            split_scores(A, P);
-            add_rows<DV>(dV, A, base + O_AT);
-            __syncthreads();  // no thread reads dO_i any more
-            if (heads > 0)
-                load_output(call, base, from, rows - r);
 
             // dQ_i += dS K
             const int patch_of_warp = once_more(threadIdx.x) / WARP_SIZE % WARPS_Q;
@@ -372,29 +359,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) fa2_backward_keys(
         }
     }
 
-    // dK_j and dV_j of two warps with the same keys: the first writes dK, the second dV
+    // Write dK_j, dV_j
     const Owned own = owned_by(call, once_more(blockIdx.x));
-    const int warp = threadIdx.x / WARP_SIZE;
-    bool writes_k = true, writes_v = true;
-    if constexpr (WARPS_R == 2) {
-        __syncthreads();  // no thread reads a tile any more
-        const unsigned sums = base + warp % WARPS_K * ((ND + NV) * PIECE_NUMBERS * 4) + threadIdx.x % WARP_SIZE * 16;
-        writes_k = warp < WARPS_K;
-        writes_v = !writes_k;
-        if (writes_k)
-            put_sums(dV, sums + ND * PIECE_NUMBERS * 4);
-        else
-            put_sums(dK, sums);
-        __syncthreads();  // the sums of the other warp are there
-        if (writes_k)
-            add_sums(dK, sums);
-        else
-            add_sums(dV, sums + ND * PIECE_NUMBERS * 4);
-    }
-    if (writes_k)
-        store_keys<D>(call, call.dk, own.s, own.h_kv, own.j0, dK, float(call.scale));
-    if (writes_v)
-        store_keys<DV>(call, call.dv, own.s, own.h_kv, own.j0, dV, 1.0f);
+    store_keys<D>(call, call.dk, own.s, own.h_kv, own.j0, dK, float(call.scale));
+    store_keys<DV>(call, call.dv, own.s, own.h_kv, own.j0, dV, 1.0f);
 }
 
 // dQ = scale * the sum that the atomic additions made. A warp has a patch at a time. Rows of padding hold 0.

@@ -182,6 +182,39 @@ __device__ __forceinline__ void accumulate(float (&sum)[N][4], const unsigned (&
     }
 }
 
+// sum += A B for 16 rows of A and N pieces of columns of B, over STEPS tensor-core products: read_a(words, s) and read_b(words, s, x) give the parts of
+// A and of the x-th pair of pieces of B.
+template <int STEPS, int N, class ReadA, class ReadB>
+__device__ __forceinline__ void add_product(float (&sum)[N][4], const ReadA& read_a, const ReadB& read_b)
+{
+    constexpr int ABREAST = N % 4 == 0 ? 4 : 2;
+    float large[N / ABREAST][ABREAST][4], small[N / ABREAST][ABREAST][4];
+#pragma unroll
+    for (int s = 0; s < STEPS; s++) {
+        unsigned A[PARTS][4];
+        read_a(A, s);
+#pragma unroll
+        for (int n = 0; n < N / ABREAST; n++) {
+            unsigned B[ABREAST / 2][PARTS][4];
+#pragma unroll
+            for (int x = 0; x < ABREAST / 2; x++)
+                read_b(B[x], s, n * (ABREAST / 2) + x);
+            if (s == 0)
+                clear(small[n]);
+            if (s % STEPS_ADDED == 0)
+                clear(large[n]);
+            multiply_parts<ABREAST>(large[n], small[n], A, B);
+            const bool last = s == STEPS - 1;
+            if (last || s % STEPS_ADDED == STEPS_ADDED - 1)
+#pragma unroll
+                for (int x = 0; x < ABREAST; x++)
+#pragma unroll
+                    for (int e = 0; e < 4; e++)
+                        sum[ABREAST * n + x][e] += last ? large[n][x][e] + small[n][x][e] : large[n][x][e];
+        }
+    }
+}
+
 // Columns x and x + 1 of a row of N numbers, x even.
 template <int N> __device__ __forceinline__ void store_pair(float* row, int x, float left, float right)
 {
