@@ -50,26 +50,37 @@ static_assert(PLAIN && !DROPOUT && !HAS_MASK && !PAGE && !DETERMINISTIC, "other 
 constexpr bool PRODUCTS = SCALE_LATER;
 constexpr double LOG2E_DOUBLE = 1.4426950408889634;
 
-// Which rows see a lane's key c: from first + 8 c on, before end + 8 c (of the band) and before rows; and how many keys there are. Rows are counted from
-// the first of all, keys from the lane's first.
-struct Seen {
-    int first, end, rows, keys;
-};
-
 __device__ __forceinline__ int narrowed(long long x) { return (int)clamp(x, -FAR, FAR); }
 
-// P of a hidden key is -0: what is seen has no sign.
-__device__ __forceinline__ void hide(float (&P)[NR][4], const Seen& seen, int row)
+// What a block of threads owns: keys from j0 on, and the rows that the band shows them, from i_low to i_high.
+struct Owned {
+    Sequence s;
+    long long h_kv, j0, i_low, i_high;
+};
+
+__device__ __forceinline__ Owned owned_by(const Call& call, unsigned index)
 {
+    const unsigned blocks = (unsigned)call.blocks, Hkv = (unsigned)call.Hkv, bh = index / blocks;
+    Owned own = {sequence(call, bh / Hkv), bh % Hkv, (long long)(index % blocks) * BC};
+    row_range(call, own.s, own.j0, own.i_low, own.i_high);
+    return own;
+}
+
+// P of a hidden key is -0: what is seen has no sign. `row` is the lane's first one, from i_low on. What the lane's keys are seen by is found once more:
+// most tiles do not need it.
+__device__ __forceinline__ void hide(const Call& call, float (&P)[NR][4], int row)
+{
+    const Owned own = owned_by(call, once_more(blockIdx.x));
+    const int warp = (int)once_more(threadIdx.x) / WARP_SIZE, key = warp % WARPS_K * 16 + (int)(once_more(threadIdx.x) % WARP_SIZE) / 4;
+    const int rows = narrowed(own.s.q_length - own.i_low) - row, keys = narrowed(own.s.kv_length - own.j0) - key;
+    const long long distance = own.j0 + key - own.i_low - row - own.s.offset;
+    const int first = BAND ? narrowed(distance - call.band_upper) : 0, end = BAND ? narrowed(distance - call.band_lower + 1) : 0;
 #pragma unroll
     for (int n = 0; n < NR; n++)
 #pragma unroll
         for (int e = 0; e < 4; e++) {
-            const int x = 8 * n + e % 2, c = e / 2;
-            bool hidden = x >= seen.rows - row || 8 * c >= seen.keys;
-            if constexpr (BAND)
-                hidden |= x < seen.first - row + 8 * c || x >= seen.end - row + 8 * c;
-            if (hidden)
+            const int x = 8 * n + e % 2, c = e / 2 * 8;
+            if (x >= rows || c >= keys || (BAND && (x < first + c || x >= end + c)))
                 P[n][e] = -0.0f;
         }
 }
@@ -152,18 +163,6 @@ __device__ __forceinline__ void store_keys(
     }
 }
 
-// What a block of threads owns: keys from j0 on.
-struct Owned {
-    Sequence s;
-    long long h_kv, j0;
-};
-
-__device__ __forceinline__ Owned owned_by(const Call& call, unsigned index)
-{
-    const unsigned blocks = (unsigned)call.blocks, Hkv = (unsigned)call.Hkv, bh = index / blocks;
-    return {sequence(call, bh / Hkv), bh % Hkv, (long long)(index % blocks) * BC};
-}
-
 // Begin to copy the rows of a step: Q and the rows' statistics, or dO. `first` is the number of the first, `count` how many exist.
 __device__ __forceinline__ void load_queries(const Call& call, unsigned char* on_chip, unsigned first, int count)
 {
@@ -239,23 +238,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) fa2_backward_keys(
     {
         const Owned own = owned_by(call, blockIdx.x);
         const Sequence& s = own.s;
-        const long long j0 = own.j0;
+        const long long j0 = own.j0, i_low = own.i_low;
         if (j0 >= (PACKED ? s.kv_length : call.Tk))
             return;
-        long long i_low, i_high;
-        row_range(call, s, j0, i_low, i_high);
 
-        // In 32 bits from i_low on: the rows that see all keys, and those that see the lane's first key
-        const int rows = narrowed(s.q_length - i_low), keys = narrowed(s.kv_length - j0), lane_key = ScoreTile::column(0);
-        const int row_end = (int)((most(i_high - i_low, 0) + BR - 1) / BR) * BR;
+        // In 32 bits from i_low on: the rows, and those that see all keys
+        const int rows = narrowed(s.q_length - i_low), keys = narrowed(s.kv_length - j0);
+        const int row_end = (int)((most(own.i_high - i_low, 0) + BR - 1) / BR) * BR;
         int whole = 0, whole_end = keys >= BC ? rows : -FAR;
-        Seen seen = {-FAR, FAR, rows, keys - lane_key};
         if constexpr (BAND) {
             const long long distance = j0 - i_low - s.offset;
             whole = narrowed(distance + BC - 1 - call.band_upper);
             whole_end = (int)least(whole_end, narrowed(distance - call.band_lower + 1));
-            seen.first = narrowed(distance - call.band_upper + lane_key);
-            seen.end = narrowed(distance - call.band_lower + 1 + lane_key);
         }
         const float power = PRODUCTS ? float(call.scale * LOG2E_DOUBLE) : float(call.scale);
 
@@ -298,7 +292,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) fa2_backward_keys(
                 }
             }
             if (!full)
-                hide(P, seen, r + row);
+                hide(call, P, r + row);
             unsigned words[NR / 2][PARTS][4];
             if constexpr (THROUGH_MEMORY) {
                 split_scores(words, P);

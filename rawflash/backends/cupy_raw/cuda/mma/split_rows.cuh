@@ -57,14 +57,14 @@ template <int ROWS, int N> __device__ __forceinline__ void read_parts(unsigned (
 {
 #pragma unroll
     for (int p = 0; p < PARTS; p++)
-        read_piece<line_columns(N)>(words[p], at + p * part_bytes(ROWS, N), y, x);
+        load_matrices(words[p], piece_at<line_columns(N)>(at, y, x) + p * part_bytes(ROWS, N));
 }
 
 template <int ROWS, int N> __device__ __forceinline__ void read_parts_transposed(unsigned (&words)[PARTS][4], unsigned at, int y, int x)
 {
 #pragma unroll
     for (int p = 0; p < PARTS; p++)
-        read_piece_transposed<line_columns(N)>(words[p], at + p * part_bytes(ROWS, N), y, x);
+        load_matrices_transposed(words[p], piece_at<line_columns(N)>(at, y, x) + p * part_bytes(ROWS, N));
 }
 
 // The six products of parts for 16 x 8 N sums: large and small are where those of the first parts and the others are summed. Pieces of 8 columns
