@@ -41,14 +41,15 @@ def _split(problem: Problem, tiles: Tiles, x: Operands, grads: dict[str, Target]
     slots, heads, rows, d = x.q.shape
     delta = side_gradients(problem, tiles, x, grads)
     # dQ in patches of 16 rows and 8 columns; of packed sequences each begins with a patch of its own
-    patches = slots * heads * (rows // PATCH_ROWS + problem.B if problem.varlen else blocks_of(rows, PATCH_ROWS))
+    patches = rows // PATCH_ROWS + problem.B if problem.varlen else blocks_of(rows, PATCH_ROWS)
     columns = blocks_of(d, 2 * PATCH_COLUMNS) * 2
-    dQ = kernels.workspace(patches * columns * PATCH_ROWS * PATCH_COLUMNS, zero=True)
+    dQ = kernels.workspace(slots * heads * patches * columns * PATCH_ROWS * PATCH_COLUMNS, zero=True)
     inputs, words = split_inputs(problem, tiles, x)
     key_blocks = blocks_of(problem.Tk, tiles.bc)
     call = kernels.call(problem, x, words | {
         "dq.data": grads["q"].address, "dk.data": grads["k"].address, "dv.data": grads["v"].address,
         "delta.data": delta.data.ptr, "sums": dQ.data.ptr, "blocks": key_blocks,
+        "parts": patches,
     })  # fmt: skip
     if problem.varlen:
         kernels.run_over("clear_gradients", max(slots * heads * rows, x.k.shape[1] * x.k.shape[2]), call)

@@ -87,12 +87,10 @@ __device__ __forceinline__ void hide(const Call& call, float (&P)[NR][4], int ro
 
 __device__ __forceinline__ bool is_hidden(float P) { return (int)__float_as_uint(P) < 0; }
 
-// The first patch of a head's rows from i on, i a multiple of 16, and how many a head has. Of packed sequences each begins with a patch of its own.
-__device__ __forceinline__ long long patches_each(const Call& call) { return PACKED ? call.rows_q / 16 + call.B : (call.Tq + 15) / 16; }
-
+// The first patch of a head's rows from i on, i a multiple of 16. A head has call.parts; of packed sequences each begins with a patch of its own.
 __device__ __forceinline__ unsigned patch_number(const Call& call, const Sequence& s, long long h, long long i)
 {
-    return row_number(call.Hq, patches_each(call), s.slot, h, (PACKED ? s.q_start / 16 + s.b : 0) + i / 16);
+    return row_number(call.Hq, call.parts, s.slot, h, (PACKED ? s.q_start / 16 + s.b : 0) + i / 16);
 }
 
 __device__ __forceinline__ float* patch_of(const Call& call, unsigned number) { return call.sums + (unsigned long long)number * (ND * PIECE_NUMBERS); }
@@ -244,7 +242,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) fa2_backward_keys(
 
         // In 32 bits from i_low on: the rows, and those that see all keys
         const int rows = narrowed(s.q_length - i_low), keys = narrowed(s.kv_length - j0);
-        const int row_end = (int)((most(own.i_high - i_low, 0) + BR - 1) / BR) * BR;
+        const int row_end = narrowed(own.i_high - i_low);
         int whole = 0, whole_end = keys >= BC ? rows : -FAR;
         if constexpr (BAND) {
             const long long distance = j0 - i_low - s.offset;
@@ -257,7 +255,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) fa2_backward_keys(
         int heads = (unsigned)call.Hq / (unsigned)call.Hkv, r = 0;
         const long long h = own.h_kv * heads;
         unsigned from = row_number(call.Hq, call.rows_q, s.slot, h, s.q_start + i_low), patch = patch_number(call, s, h, i_low);
-        if (row_end == 0)
+        if (row_end <= 0)
             heads = 0;
 
         // Load K_j, V_j and the first Q_i, dO_i
@@ -326,10 +324,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) fa2_backward_keys(
             r += BR;
             from += BR;
             patch += BR / 16;
-            if (r == row_end) {
+            if (r >= row_end) {
                 heads--;
                 from += (unsigned)call.rows_q - r;
-                patch += (unsigned)patches_each(call) - r / 16;
+                patch += (unsigned)call.parts - r / 16;
                 r = 0;
             }
             __syncthreads();  // no thread reads P and dO_i any more

@@ -191,20 +191,21 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) fa2_forward(const 
         unsigned from = row_number(call.Hkv, call.rows_k, s.slot, at.h_kv, s.k_start + j_low + (blocks - 1) * BC);
         const float power = PRODUCTS ? float(call.scale * LOG2E_DOUBLE) : LOG2E;
 
-        // Load Q_i and the first K_j and V_j. Only these may reach behind the last key
+        // Load Q_i and the first K_j. Only the first block may reach behind the last key
         if (blocks > 0) {
             const int count = keys - (blocks - 1) * BC;
             load_parts<BR, D, false>(base, call.q, row_number(call.Hq, call.rows_q, s.slot, at.h, s.q_start + i0), rows);
             load_parts<BC, D, false>(base + K_AT, call.k, from, count);
-            load_parts<BC, DV, false>(base + V_AT, call.v, from, count);
             commit_group();
         }
 #pragma unroll 1
         for (int j = (blocks - 1) * BC; j >= 0; j -= BC) {
             await_groups<0>();
             __syncthreads();  // Q_i and K_j are there, and no thread reads V of the step before
-            if (j < (blocks - 1) * BC)
+            if (j + BC <= seen.keys)
                 load_parts<BC, DV, true>(base + V_AT, call.v, from);
+            else
+                load_parts<BC, DV, false>(base + V_AT, call.v, from, seen.keys - j);
             commit_group();
 
             // S = Q K^T. Addresses of factors are not to take registers beyond the product
