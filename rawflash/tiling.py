@@ -683,32 +683,43 @@ def _mma(problem: Problem, chip: Chip, direction: str, order: str) -> Tiles:
 
 
 def _split(problem: Problem, chip: Chip, direction: str, order: str) -> Tiles | None:
-    """Blocks of cupy_raw's kernels that read parts of float32 numbers; None: they do not fit, or the loops are others."""
-    to_d, to_dv = mma_pitch(problem.d), mma_pitch(problem.dv)
+    """Blocks of cupy_raw's kernels that read parts of float32 numbers.
+
+    None: the loops are others, or those of the backward pass do not fit; then the forward pass too is for chips with
+    less memory.
+    """
+    limit, to_d, to_dv = _available(problem, chip), mma_pitch(problem.d), mma_pitch(problem.dv)
     if order != (IJ if direction == "forward" else JI):
         return None
 
     def parts(name: str, rows: int, columns: int) -> Tile:
         return Tile(name, SPLIT_PARTS * rows, columns, 2)
 
-    br, bc = (SPLIT_FORWARD if direction == "forward" else SPLIT_BACKWARD)[max(to_d, to_dv)]
-    resident = (parts("Q", br, to_d), parts("K", bc, to_d), parts("V", bc, to_dv))
-    if direction == "forward":
-        resident += (Tile("S", br, bc, 4, REGISTERS), Tile("O", br, problem.dv, 4, REGISTERS))
-    else:
-        resident += (
-            parts("dO", br, to_dv),
-            parts("dS", bc, br),
-            Tile("lse", br, 1, 4),
-            Tile("delta", br, 1, 4),
-            Tile("P", bc, br, 4, REGISTERS),
-            Tile("dQ", br, problem.d, 4, REGISTERS),
-            Tile("dK", bc, problem.d, 4, REGISTERS),
-            Tile("dV", bc, problem.dv, 4, REGISTERS),
-        )
-    limit = _available(problem, chip)
-    plan = Tiles(br, bc, resident, chip.name, limit, order, family=SPLIT_INPUTS, threads=SPLIT_THREADS)
-    return plan if plan.smem_bytes <= limit else None
+    def tiles_of(br: int, bc: int, *more: Tile) -> Tiles:
+        resident = (parts("Q", br, to_d), parts("K", bc, to_d), parts("V", bc, to_dv), *more)
+        return Tiles(br, bc, resident, chip.name, limit, order, family=SPLIT_INPUTS, threads=SPLIT_THREADS)
+
+    whole = Tile("whole", 1, 4, 4)  # which tiles hide nothing: integers
+    br, bc = SPLIT_BACKWARD[max(to_d, to_dv)]
+    plan = tiles_of(
+        br,
+        bc,
+        parts("dO", br, to_dv),
+        parts("P or dS", bc, br),
+        Tile("lse", br, 1, 4),
+        Tile("delta", br, 1, 4),
+        whole,
+        Tile("P", bc, br, 4, REGISTERS),
+        Tile("dQ", br, problem.d, 4, REGISTERS),
+        Tile("dK", bc, problem.d, 4, REGISTERS),
+        Tile("dV", bc, problem.dv, 4, REGISTERS),
+    )
+    if plan.smem_bytes > limit:
+        return None
+    if direction == "backward":
+        return plan
+    br, bc = SPLIT_FORWARD[max(to_d, to_dv)]
+    return tiles_of(br, bc, whole, Tile("S", br, bc, 4, REGISTERS), Tile("O", br, problem.dv, 4, REGISTERS))
 
 
 def _raw_forward(problem: Problem, chip: Chip, order: str) -> Tiles:

@@ -1,4 +1,4 @@
-"""FlashAttention-2, forward pass: the launcher of ``fa2_forward.cu`` (in ``cuda`` and ``cuda/mma``) and ``fa2_few_rows.cu``."""
+"""FlashAttention-2, forward pass: the launcher of the kernels in ``cuda`` and ``cuda/mma``, and of ``fa2_few_rows.cu``."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@
 // in registers. dQ_i += dS K goes to device memory by atomic additions, whose order is the one in which products leave it: a patch is 16 rows and
 // all columns, eight of them after the other, and four numbers of these each lane's. fa2_backward_finish brings them into order.
 //
-// On chip:  parts of K (Bc, d), V (Bc, dv), Q (Br, d), dO (Br, dv), P^T or dS^T (Bc, Br); lse and delta of Br rows; in registers S, P, dP, dS (Bc, Br),
+// On chip:  parts of K (Bc, d), V (Bc, dv), Q (Br, d), dO (Br, dv), P^T or dS^T (Bc, Br); lse and delta of Br rows, which rows see all keys; in registers S, P, dP, dS (Bc, Br),
 // dK (Bc, d), dV (Bc, dv), dQ (Br, d). Read per step: Q_i and dO_i, while the products of dQ and, of dO_i, of dK run.
 //
 // It starts from delta = rowsum(dO * O) - dlse (side_gradients.cu).
@@ -26,11 +26,11 @@ constexpr bool THROUGH_MEMORY = WARPS_R > 1;
 constexpr int PAIRS_D = depth_columns(D) / 16, PAIRS_K = ceil_div(PAIRS_D, WARPS_R), PAIRS_V = ceil_div(depth_columns(DV) / 16, WARPS_R);
 constexpr int PAIRS_Q = ceil_div(PAIRS_D, WARPS / WARPS_Q), ND = 2 * PAIRS_D, NK = 2 * PAIRS_K, NV = 2 * PAIRS_V, NQ = 2 * PAIRS_Q;
 constexpr int V_AT = tile_bytes(BC, D), Q_AT = V_AT + tile_bytes(BC, DV), O_AT = Q_AT + tile_bytes(BR, D);  // bytes from the start of K
-constexpr int S_AT = O_AT + tile_bytes(BR, DV), LSE_AT = S_AT + tile_bytes(BC, BR), DELTA_AT = LSE_AT + BR * 4;
+constexpr int S_AT = O_AT + tile_bytes(BR, DV), LSE_AT = S_AT + tile_bytes(BC, BR), DELTA_AT = LSE_AT + BR * 4, WHOLE_AT = DELTA_AT + BR * 4;
 constexpr int PIECE_NUMBERS = 16 * 8;
 constexpr int FAR = 1 << 30;  // beyond all rows and keys of a call that this kernel takes
 static_assert(WARPS_K * WARPS_R == WARPS && ROWS % 32 == 0 && WARPS % WARPS_Q == 0 && BR <= THREADS, "whole pieces");
-static_assert(DELTA_AT + BR * 4 == TILE_BYTES, "the plan's tiles");
+static_assert(WHOLE_AT + 16 == TILE_BYTES, "the plan's tiles");
 
 // A tile of scores in registers, transposed: S[n][e] is key 8 (e / 2) + lane_g() of the warp's, row 8 n + 2 lane_t() + e % 2 of the warp's.
 struct ScoreTile {
@@ -240,22 +240,24 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) fa2_backward_keys(
         if (j0 >= (PACKED ? s.kv_length : call.Tk))
             return;
 
-        // In 32 bits from i_low on: the rows, and those that see all keys
-        const int rows = narrowed(s.q_length - i_low), keys = narrowed(s.kv_length - j0);
-        const int row_end = narrowed(own.i_high - i_low);
+        // In 32 bits from i_low on: the rows that see some key, and those that see all
+        const int rows = narrowed(own.i_high - i_low), keys = narrowed(s.kv_length - j0);
         int whole = 0, whole_end = keys >= BC ? rows : -FAR;
         if constexpr (BAND) {
             const long long distance = j0 - i_low - s.offset;
             whole = narrowed(distance + BC - 1 - call.band_upper);
             whole_end = (int)least(whole_end, narrowed(distance - call.band_lower + 1));
         }
+        int* const whole_rows = reinterpret_cast<int*>(on_chip + WHOLE_AT);  // where they take no registers
+        if (threadIdx.x == 0)
+            whole_rows[0] = whole, whole_rows[1] = whole_end;
         const float power = PRODUCTS ? float(call.scale * LOG2E_DOUBLE) : float(call.scale);
 
         // Heads that are left with this one; of a step the number of its first row and of its first patch, and its first row
         int heads = (unsigned)call.Hq / (unsigned)call.Hkv, r = 0;
         const long long h = own.h_kv * heads;
         unsigned from = row_number(call.Hq, call.rows_q, s.slot, h, s.q_start + i_low), patch = patch_number(call, s, h, i_low);
-        if (row_end <= 0)
+        if (rows <= 0)
             heads = 0;
 
         // Load K_j, V_j and the first Q_i, dO_i
@@ -268,10 +270,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) fa2_backward_keys(
         }
 #pragma unroll 1
         while (heads > 0) {
-            const bool full = whole <= r && r + BR <= whole_end;
             const int before = r;
             await_groups<0>();
             __syncthreads();  // Q_i and dO_i are there, at first K_j and V_j; no thread reads dS of the step before
+            const bool full = whole_rows[0] <= r && r + BR <= whole_rows[1];
 
             // S^T = K Q^T, P = exp(S - lse)
             float P[NR][4], dS[NR][4];
@@ -324,7 +326,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) fa2_backward_keys(
             r += BR;
             from += BR;
             patch += BR / 16;
-            if (r >= row_end) {
+            if (r >= rows) {
                 heads--;
                 from += (unsigned)call.rows_q - r;
                 patch += (unsigned)call.parts - r / 16;

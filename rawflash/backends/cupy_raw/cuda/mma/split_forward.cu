@@ -17,10 +17,10 @@
 
 constexpr int WARPS = THREADS / WARP_SIZE;
 constexpr int NS = BC / 8, NO = depth_columns(DV) / 8;  // pieces of 8 columns, of S and of O
-constexpr int K_AT = tile_bytes(BR, D), V_AT = K_AT + tile_bytes(BC, D);  // bytes from the start of Q
+constexpr int K_AT = tile_bytes(BR, D), V_AT = K_AT + tile_bytes(BC, D), WHOLE_AT = V_AT + tile_bytes(BC, DV);  // bytes from the start of Q
 constexpr int FAR = 1 << 30;  // beyond all rows and keys of a call that this kernel takes
 static_assert(BR == 16 * WARPS && BC % 32 == 0, "whole pieces");
-static_assert(V_AT + tile_bytes(BC, DV) == TILE_BYTES, "the plan's tiles");
+static_assert(WHOLE_AT + 16 == TILE_BYTES, "the plan's tiles");
 
 // A tile of scores in registers: S[n][e] is row 8 (e / 2) + lane_g() of the warp's, column 8 n + 2 lane_t() + e % 2.
 struct ScoreTile {
@@ -46,34 +46,35 @@ constexpr float GROWTH = 8;  // powers of two by which P may exceed 1 before m f
 constexpr double LOG2E_DOUBLE = 1.4426950408889634;
 constexpr float LN2 = 0.6931471805599453f;
 
-// Which keys a lane's row r sees: from first + 8 r on, before end + 8 r (of the band) and before keys. All counted from the first key of all.
-struct Seen {
-    int first, end, keys;
+// The keys that all rows see, from first to end, and those that the block's first row sees by the band: each row one key more than the one before.
+// All counted from the first key of all. They lie in on-chip memory, where they take no registers.
+struct Whole {
+    int first, end, band_first, band_end;
 };
 
 __device__ __forceinline__ int narrowed(long long x) { return (int)clamp(x, -FAR, FAR); }
 
-// S as products -> scores, hidden ones -inf. j is the first key of the block, FULL one that all rows see.
-__device__ __forceinline__ void finish_scores(float (&S)[NS][4], float scale, const Seen& seen, int j, bool full)
+// S as products -> scores, hidden ones -inf. j is the first key of the block, of which `count` exist.
+__device__ __forceinline__ void finish_scores(float (&S)[NS][4], float scale, const Whole& whole, int j, int count)
 {
-    const int left = j + 2 * (int)(once_more(threadIdx.x) % 4), keys = seen.keys - left;  // seen from the lane's first column
+    if constexpr (!PRODUCTS)
 #pragma unroll
-    for (int n = 0; n < NS; n++)
+        for (int n = 0; n < NS; n++)
 #pragma unroll
-        for (int e = 0; e < 4; e++)
-            if constexpr (!PRODUCTS)
+            for (int e = 0; e < 4; e++)
                 S[n][e] *= scale;
-    if (full)
+    if (whole.first <= j && j + BC <= whole.end)
         return;
+    // Seen from the lane's first row and column
+    const unsigned thread = once_more(threadIdx.x);
+    const int row = (int)(thread / WARP_SIZE * 16 + thread % WARP_SIZE / 4), column = (int)(thread % 4) * 2;
+    const int keys = count - column, first = BAND ? whole.band_first + row - j - column : 0, end = BAND ? whole.band_end + row - j - column : 0;
 #pragma unroll
     for (int n = 0; n < NS; n++)
 #pragma unroll
         for (int e = 0; e < 4; e++) {
-            const int x = 8 * n + e % 2, r = e / 2;
-            bool hidden = x >= keys;
-            if constexpr (BAND)
-                hidden |= x < seen.first - left + 8 * r || x >= seen.end - left + 8 * r;
-            if (hidden)
+            const int x = 8 * n + e % 2, r = e / 2 * 8;
+            if (x >= keys || (BAND && (x < first + r || x >= end + r)))
                 S[n][e] = -INFINITE;
         }
 }
@@ -174,17 +175,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) fa2_forward(const 
         const Sequence& s = at.s;
         const long long i0 = own.i0, j_low = own.j_low;
 
-        // In 32 bits from j_low on: the keys that all rows see, and those that the lane's first row sees
+        // In 32 bits from j_low on
         const int blocks = (int)((most(own.j_high - j_low, 0) + BC - 1) / BC), keys = narrowed(s.kv_length - j_low);
         const int rows = narrowed(s.q_length - i0);
-        int whole = 0, whole_end = keys;
-        Seen seen = {-FAR, FAR, keys};
-        if constexpr (BAND) {
-            const long long lower = i0 + s.offset + call.band_lower - j_low, upper = i0 + s.offset + call.band_upper + 1 - j_low;
-            whole = narrowed(lower + least(BR, rows) - 1);
-            whole_end = (int)least(keys, narrowed(upper));
-            seen.first = narrowed(lower + ScoreTile::row(0));
-            seen.end = narrowed(upper + ScoreTile::row(0));
+        Whole* const whole = reinterpret_cast<Whole*>(on_chip + WHOLE_AT);
+        if (threadIdx.x == 0) {
+            *whole = {0, keys, -FAR, FAR};
+            if constexpr (BAND) {
+                const long long lower = i0 + s.offset + call.band_lower - j_low, upper = i0 + s.offset + call.band_upper + 1 - j_low;
+                *whole = {narrowed(lower + least(BR, rows) - 1), (int)least(keys, narrowed(upper)), narrowed(lower), narrowed(upper)};
+            }
         }
 
         const unsigned base = shared_address(on_chip);
@@ -202,10 +202,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) fa2_forward(const 
         for (int j = (blocks - 1) * BC; j >= 0; j -= BC) {
             await_groups<0>();
             __syncthreads();  // Q_i and K_j are there, and no thread reads V of the step before
-            if (j + BC <= seen.keys)
+            if (j + BC <= keys)
                 load_parts<BC, DV, true>(base + V_AT, call.v, from);
             else
-                load_parts<BC, DV, false>(base + V_AT, call.v, from, seen.keys - j);
+                load_parts<BC, DV, false>(base + V_AT, call.v, from, keys - j);
             commit_group();
 
             // S = Q K^T. Addresses of factors are not to take registers beyond the product
@@ -213,7 +213,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) fa2_forward(const 
             const unsigned thread = once_more(threadIdx.x);
             multiply_rows<BR, BC, D>(S, base + thread / WARP_SIZE * (16 * line_columns(D) * 2) + lane_rows<line_columns(D)>(thread),
                                      base + K_AT + lane_columns<line_columns(D)>(thread));
-            finish_scores(S, at.scale, seen, j, whole <= j && j + BC <= whole_end);
+            finish_scores(S, at.scale, *whole, j, keys - j);
             await_groups<0>();
             __syncthreads();  // V_j is there, and no thread reads K_j any more
             from -= BC;

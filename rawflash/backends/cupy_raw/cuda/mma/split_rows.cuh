@@ -74,7 +74,7 @@ __device__ __forceinline__ void multiply_parts(
     float (&large)[N][4], float (&small)[N][4], const unsigned (&A)[PARTS][4], const unsigned (&B)[N / 2][PARTS][4])
 {
 #pragma unroll
-    for (int order = PARTS - 1; order >= 0; order--)
+    for (int order = 0; order < PARTS; order++)
 #pragma unroll
         for (int p = 0; p <= order; p++)
 #pragma unroll
