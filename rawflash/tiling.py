@@ -699,7 +699,6 @@ def _split(problem: Problem, chip: Chip, direction: str, order: str) -> Tiles | 
         resident = (parts("Q", br, to_d), parts("K", bc, to_d), parts("V", bc, to_dv), *more)
         return Tiles(br, bc, resident, chip.name, limit, order, family=SPLIT_INPUTS, threads=SPLIT_THREADS)
 
-    whole = Tile("whole", 1, 4, 4)  # which tiles hide nothing: integers
     br, bc = SPLIT_BACKWARD[max(to_d, to_dv)]
     plan = tiles_of(
         br,
@@ -708,7 +707,7 @@ def _split(problem: Problem, chip: Chip, direction: str, order: str) -> Tiles | 
         parts("P or dS", bc, br),
         Tile("lse", br, 1, 4),
         Tile("delta", br, 1, 4),
-        whole,
+        Tile("whole", 1, 4, 4),
         Tile("P", bc, br, 4, REGISTERS),
         Tile("dQ", br, problem.d, 4, REGISTERS),
         Tile("dK", bc, problem.d, 4, REGISTERS),
@@ -719,7 +718,8 @@ def _split(problem: Problem, chip: Chip, direction: str, order: str) -> Tiles | 
     if direction == "backward":
         return plan
     br, bc = SPLIT_FORWARD[max(to_d, to_dv)]
-    return tiles_of(br, bc, whole, Tile("S", br, bc, 4, REGISTERS), Tile("O", br, problem.dv, 4, REGISTERS))
+    S, O = Tile("S", br, bc, 4, REGISTERS), Tile("O", br, problem.dv, 4, REGISTERS)
+    return tiles_of(br, bc, Tile("whole", 1, 8, 4), S, O)
 
 
 def _raw_forward(problem: Problem, chip: Chip, order: str) -> Tiles:

@@ -20,7 +20,6 @@ constexpr int NS = BC / 8, NO = depth_columns(DV) / 8;  // pieces of 8 columns, 
 constexpr int K_AT = tile_bytes(BR, D), V_AT = K_AT + tile_bytes(BC, D), WHOLE_AT = V_AT + tile_bytes(BC, DV);  // bytes from the start of Q
 constexpr int FAR = 1 << 30;  // beyond all rows and keys of a call that this kernel takes
 static_assert(BR == 16 * WARPS && BC % 32 == 0, "whole pieces");
-static_assert(WHOLE_AT + 16 == TILE_BYTES, "the plan's tiles");
 
 // A tile of scores in registers: S[n][e] is row 8 (e / 2) + lane_g() of the warp's, column 8 n + 2 lane_t() + e % 2.
 struct ScoreTile {
@@ -46,16 +45,17 @@ constexpr float GROWTH = 8;  // powers of two by which P may exceed 1 before m f
 constexpr double LOG2E_DOUBLE = 1.4426950408889634;
 constexpr float LN2 = 0.6931471805599453f;
 
-// The keys that all rows see, from first to end, and those that the block's first row sees by the band: each row one key more than the one before.
-// All counted from the first key of all. They lie in on-chip memory, where they take no registers.
+// How many keys there are, and where the last block begins; the keys that all rows see, from first to end, and those that the block's first row sees by
+// the band: each row one key more than the one before. All counted from the first key of all. They lie in on-chip memory, where they take no registers.
 struct Whole {
-    int first, end, band_first, band_end;
+    int keys, last, first, end, band_first, band_end, unused[2];
 };
+static_assert(WHOLE_AT + sizeof(Whole) == TILE_BYTES, "the plan's tiles");
 
 __device__ __forceinline__ int narrowed(long long x) { return (int)clamp(x, -FAR, FAR); }
 
-// S as products -> scores, hidden ones -inf. j is the first key of the block, of which `count` exist.
-__device__ __forceinline__ void finish_scores(float (&S)[NS][4], float scale, const Whole& whole, int j, int count)
+// S as products -> scores, hidden ones -inf. j is the first key of the block.
+__device__ __forceinline__ void finish_scores(float (&S)[NS][4], float scale, const Whole& whole, int j)
 {
     if constexpr (!PRODUCTS)
 #pragma unroll
@@ -68,7 +68,7 @@ __device__ __forceinline__ void finish_scores(float (&S)[NS][4], float scale, co
     // Seen from the lane's first row and column
     const unsigned thread = once_more(threadIdx.x);
     const int row = (int)(thread / WARP_SIZE * 16 + thread % WARP_SIZE / 4), column = (int)(thread % 4) * 2;
-    const int keys = count - column, first = BAND ? whole.band_first + row - j - column : 0, end = BAND ? whole.band_end + row - j - column : 0;
+    const int keys = whole.keys - j - column, first = BAND ? whole.band_first + row - j - column : 0, end = BAND ? whole.band_end + row - j - column : 0;
 #pragma unroll
     for (int n = 0; n < NS; n++)
 #pragma unroll
@@ -177,35 +177,33 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) fa2_forward(const 
 
         // In 32 bits from j_low on
         const int blocks = (int)((most(own.j_high - j_low, 0) + BC - 1) / BC), keys = narrowed(s.kv_length - j_low);
-        const int rows = narrowed(s.q_length - i0);
+        const int rows = narrowed(s.q_length - i0), last = (blocks - 1) * BC;
         Whole* const whole = reinterpret_cast<Whole*>(on_chip + WHOLE_AT);
         if (threadIdx.x == 0) {
-            *whole = {0, keys, -FAR, FAR};
+            *whole = {keys, last, 0, keys, -FAR, FAR};
             if constexpr (BAND) {
                 const long long lower = i0 + s.offset + call.band_lower - j_low, upper = i0 + s.offset + call.band_upper + 1 - j_low;
-                *whole = {narrowed(lower + least(BR, rows) - 1), (int)least(keys, narrowed(upper)), narrowed(lower), narrowed(upper)};
+                *whole = {keys, last, narrowed(lower + least(BR, rows) - 1), (int)least(keys, narrowed(upper)), narrowed(lower), narrowed(upper)};
             }
         }
 
         const unsigned base = shared_address(on_chip);
-        unsigned from = row_number(call.Hkv, call.rows_k, s.slot, at.h_kv, s.k_start + j_low + (blocks - 1) * BC);
+        unsigned from = row_number(call.Hkv, call.rows_k, s.slot, at.h_kv, s.k_start + j_low + last);
         const float power = PRODUCTS ? float(call.scale * LOG2E_DOUBLE) : LOG2E;
 
-        // Load Q_i and the first K_j. Only the first block may reach behind the last key
+        // Load Q_i and the first K_j and V_j. Only these may reach behind the last key
         if (blocks > 0) {
-            const int count = keys - (blocks - 1) * BC;
             load_parts<BR, D, false>(base, call.q, row_number(call.Hq, call.rows_q, s.slot, at.h, s.q_start + i0), rows);
-            load_parts<BC, D, false>(base + K_AT, call.k, from, count);
+            load_parts<BC, D, false>(base + K_AT, call.k, from, keys - last);
+            load_parts<BC, DV, false>(base + V_AT, call.v, from, keys - last);
             commit_group();
         }
 #pragma unroll 1
-        for (int j = (blocks - 1) * BC; j >= 0; j -= BC) {
+        for (int j = last; j >= 0; j -= BC) {
             await_groups<0>();
             __syncthreads();  // Q_i and K_j are there, and no thread reads V of the step before
-            if (j + BC <= keys)
+            if (j < whole->last)
                 load_parts<BC, DV, true>(base + V_AT, call.v, from);
-            else
-                load_parts<BC, DV, false>(base + V_AT, call.v, from, keys - j);
             commit_group();
 
             // S = Q K^T. Addresses of factors are not to take registers beyond the product
@@ -213,7 +211,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) fa2_forward(const 
             const unsigned thread = once_more(threadIdx.x);
             multiply_rows<BR, BC, D>(S, base + thread / WARP_SIZE * (16 * line_columns(D) * 2) + lane_rows<line_columns(D)>(thread),
                                      base + K_AT + lane_columns<line_columns(D)>(thread));
-            finish_scores(S, at.scale, *whole, j, keys - j);
+            finish_scores(S, at.scale, *whole, j);
             await_groups<0>();
             __syncthreads();  // V_j is there, and no thread reads K_j any more
             from -= BC;
