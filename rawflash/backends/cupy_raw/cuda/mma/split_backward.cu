@@ -193,16 +193,17 @@ template <int N> __device__ __forceinline__ unsigned rows_of_warp(unsigned tile,
 }
 
 // S^T = A B^T, where A are K or V and B are Q or dO
-template <int N> __device__ __forceinline__ void multiply_keys(float (&S)[NR][4], unsigned keys, unsigned rows)
+template <int N> __device__ __forceinline__ void multiply_keys(float (&S)[NR][4], unsigned keys, unsigned rows, unsigned zero)
 {
     const unsigned thread = once_more(threadIdx.x);  // addresses of factors are not to take registers beyond the product
     multiply_rows<BC, BR, N>(
-        S, keys_of_warp<N>(keys, thread) + lane_rows<line_columns(N)>(thread), rows_of_warp<N>(rows, thread) + lane_columns<line_columns(N)>(thread));
+        S, keys_of_warp<N>(keys, thread) + lane_rows<line_columns(N)>(thread), rows_of_warp<N>(rows, thread) + lane_columns<line_columns(N)>(thread),
+        zero);
 }
 
 // sum += A B for P^T or dS^T as A, from registers or on-chip memory, and dO or Q as B
 template <int COLUMNS, int N>
-__device__ __forceinline__ void add_rows(float (&sum)[N][4], const unsigned (&words)[NR / 2][PARTS][4], unsigned base, unsigned rows)
+__device__ __forceinline__ void add_rows(float (&sum)[N][4], const unsigned (&words)[NR / 2][PARTS][4], unsigned base, unsigned rows, unsigned zero)
 {
     const unsigned thread = once_more(threadIdx.x);
     const unsigned b_at = rows + lane_rows<line_columns(COLUMNS)>(thread);
@@ -215,7 +216,7 @@ __device__ __forceinline__ void add_rows(float (&sum)[N][4], const unsigned (&wo
                 read_parts_transposed<BR, COLUMNS>(B, piece_at<line_columns(COLUMNS)>(b_at, 0, 16 * (pair + x)), 16 * s, 0);
             });
     } else {
-        accumulate<BR, COLUMNS>(sum, words, b_at, 0, 0);
+        accumulate<BR, COLUMNS>(sum, words, b_at, zero);
     }
 }
 
@@ -251,6 +252,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) fa2_backward_keys(
         int* const whole_rows = reinterpret_cast<int*>(on_chip + WHOLE_AT);  // where they take no registers
         if (threadIdx.x == 0)
             whole_rows[0] = whole, whole_rows[1] = whole_end;
+        const unsigned zero = (unsigned)(call.blocks >> 32);
         const float power = PRODUCTS ? float(call.scale * LOG2E_DOUBLE) : float(call.scale);
 
         // Heads that are left with this one; of a step the number of its first row and of its first patch, and its first row
@@ -277,7 +279,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) fa2_backward_keys(
 
             // S^T = K Q^T, P = exp(S - lse)
             float P[NR][4], dS[NR][4];
-            multiply_keys<D>(P, base, base + Q_AT);
+            multiply_keys<D>(P, base, base + Q_AT, zero);
             const unsigned thread = once_more(threadIdx.x);
             const int row = thread / WARP_SIZE / WARPS_K * ROWS + thread % 4 * 2;  // the lane's first of the step
 #pragma unroll
@@ -301,7 +303,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) fa2_backward_keys(
             }
 
             // dP^T = V dO^T, dS = P (dP - delta)
-            multiply_keys<DV>(dS, base + V_AT, base + O_AT);
+            multiply_keys<DV>(dS, base + V_AT, base + O_AT, zero);
 #pragma unroll
             for (int n = 0; n < NR; n++) {
                 const float2 two = *reinterpret_cast<const float2*>(on_chip + DELTA_AT + 4 * (row + 8 * n));
@@ -321,7 +323,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) fa2_backward_keys(
             // dV += P^T dO
             if constexpr (!THROUGH_MEMORY)
                 split_scores(words, P);
-            add_rows<DV>(dV, words, base, base + O_AT);
+            add_rows<DV>(dV, words, base, base + O_AT, zero);
             const unsigned patch_before = patch;
             r += BR;
             from += BR;
@@ -341,7 +343,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) fa2_backward_keys(
             put_scores(words, base);
             if constexpr (THROUGH_MEMORY)
                 __syncthreads();  // dS is there
-            add_rows<D>(dK, words, base, base + Q_AT);
+            add_rows<D>(dK, words, base, base + Q_AT, zero);
             __syncthreads();  // dS is there, and no thread reads Q_i any more
             if (heads > 0)
                 load_queries(call, on_chip, from, rows - r);

@@ -127,14 +127,14 @@ __device__ __forceinline__ void softmax_step(float (&S)[NS][4], float (&O)[NO][4
 }
 
 // O += P V
-__device__ __forceinline__ void add_output(float (&O)[NO][4], const float (&P)[NS][4], unsigned v_at)
+__device__ __forceinline__ void add_output(float (&O)[NO][4], const float (&P)[NS][4], unsigned v_at, unsigned zero)
 {
     constexpr int STEPS = NS / 2;
     unsigned A[STEPS][PARTS][4];
 #pragma unroll
     for (int s = 0; s < STEPS; s++)
         split_piece(A[s], P[2 * s], P[2 * s + 1]);
-    accumulate<BC, DV>(O, A, v_at, 0, 0);
+    accumulate<BC, DV>(O, A, v_at, zero);
 }
 
 // What a block of threads does: a block of rows from i0 on, or the part-th of the parts of its keys, from j_low to j_high. There is nothing to do
@@ -189,6 +189,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) fa2_forward(const 
 
         const unsigned base = shared_address(on_chip);
         unsigned from = row_number(call.Hkv, call.rows_k, s.slot, at.h_kv, s.k_start + j_low + last);
+        const unsigned zero = (unsigned)(call.blocks >> 32);
         const float power = PRODUCTS ? float(call.scale * LOG2E_DOUBLE) : LOG2E;
 
         // Load Q_i and the first K_j and V_j. Only these may reach behind the last key
@@ -210,7 +211,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) fa2_forward(const 
             float S[NS][4];
             const unsigned thread = once_more(threadIdx.x);
             multiply_rows<BR, BC, D>(S, base + thread / WARP_SIZE * (16 * line_columns(D) * 2) + lane_rows<line_columns(D)>(thread),
-                                     base + K_AT + lane_columns<line_columns(D)>(thread));
+                                     base + K_AT + lane_columns<line_columns(D)>(thread), zero);
             finish_scores(S, at.scale, *whole, j);
             await_groups<0>();
             __syncthreads();  // V_j is there, and no thread reads K_j any more
@@ -221,7 +222,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) fa2_forward(const 
 
             // m_new = max(m, rowmax(S)); P = exp(S - m_new); l = alpha l + rowsum(P); O = alpha O + P V
             softmax_step(S, O, m, l, power);
-            add_output(O, S, base + V_AT + lane_rows<line_columns(DV)>(once_more(threadIdx.x)));
+            add_output(O, S, base + V_AT + lane_rows<line_columns(DV)>(once_more(threadIdx.x)), zero);
         }
     }
 

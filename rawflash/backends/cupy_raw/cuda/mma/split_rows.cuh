@@ -74,7 +74,7 @@ __device__ __forceinline__ void multiply_parts(
     float (&large)[N][4], float (&small)[N][4], const unsigned (&A)[PARTS][4], const unsigned (&B)[N / 2][PARTS][4])
 {
 #pragma unroll
-    for (int order = 0; order < PARTS; order++)
+    for (int order = PARTS - 1; order >= 0; order--)
 #pragma unroll
         for (int p = 0; p <= order; p++)
 #pragma unroll
@@ -117,10 +117,13 @@ template <int N> __device__ __forceinline__ void add(float (&X)[N][4], const flo
             X[n][e] += Y[n][e];
 }
 
+// The same address, but not before a sum is there: ptxas would read ahead more than there are registers for. `zero` is 0, which it does not know.
+__device__ __forceinline__ unsigned after(float sum, unsigned at, unsigned zero) { return at + (__float_as_uint(sum) & zero); }
+
 // S = A B^T for 16 rows of A and the first 8 N rows of B, all of which have WIDTH numbers. The tiles have ROWS_A and ROWS_B rows; a_at and b_at are
 // their addresses with lane_rows() and lane_columns(), from these rows on.
 template <int ROWS_A, int ROWS_B, int WIDTH, int N>
-__device__ __forceinline__ void multiply_rows(float (&S)[N][4], unsigned a_at, unsigned b_at)
+__device__ __forceinline__ void multiply_rows(float (&S)[N][4], unsigned a_at, unsigned b_at, unsigned zero)
 {
     constexpr int STEPS = depth_columns(WIDTH) / 16, ABREAST = 4, GROUPS = N / ABREAST;
     static_assert(N % ABREAST == 0, "whole pieces");
@@ -145,6 +148,10 @@ __device__ __forceinline__ void multiply_rows(float (&S)[N][4], unsigned a_at, u
             multiply_parts<ABREAST>(s < STEPS_ADDED ? large[n] : more[n], small[n], A, B);
             if (s >= STEPS_ADDED && (s % STEPS_ADDED == STEPS_ADDED - 1 || s == STEPS - 1))
                 add(large[n], more[n]);
+            if (n == 0) {
+                a_at = after(small[0][0][0], a_at, zero);
+                b_at = after(small[0][0][0], b_at, zero);
+            }
         }
     }
 #pragma unroll
@@ -154,10 +161,10 @@ __device__ __forceinline__ void multiply_rows(float (&S)[N][4], unsigned a_at, u
             S[n][e] = large[n / ABREAST][n % ABREAST][e] + small[n / ABREAST][n % ABREAST][e];
 }
 
-// sum += A B for the first 16 rows of A and the columns of B from `column` on, N pieces of them: B has rows of COLUMNS numbers, the depths, from `depth`
-// on, in a tile of ROWS rows, which `at` is the address of and lane_rows().
+// sum += A B for 16 rows of A, as they were split, and the first N pieces of columns of B. B has rows of COLUMNS numbers, the depths, in a tile of ROWS
+// rows; `at` is its address with lane_rows(), from the first depth on.
 template <int ROWS, int COLUMNS, int STEPS, int N>
-__device__ __forceinline__ void accumulate(float (&sum)[N][4], const unsigned (&A)[STEPS][PARTS][4], unsigned at, int depth, int column)
+__device__ __forceinline__ void accumulate(float (&sum)[N][4], const unsigned (&A)[STEPS][PARTS][4], unsigned at, unsigned zero)
 {
     constexpr int ABREAST = 2;  // with more, ptxas runs out of registers
     static_assert(N % ABREAST == 0 && STEPS <= STEPS_ADDED, "whole pieces, and one addition");
@@ -171,8 +178,10 @@ __device__ __forceinline__ void accumulate(float (&sum)[N][4], const unsigned (&
             unsigned B[ABREAST / 2][PARTS][4];
 #pragma unroll
             for (int x = 0; x < ABREAST / 2; x++)
-                read_parts_transposed<ROWS, COLUMNS>(B[x], at, depth + 16 * s, column + 8 * n + 16 * x);
+                read_parts_transposed<ROWS, COLUMNS>(B[x], at, 16 * s, 8 * n + 16 * x);
             multiply_parts<ABREAST>(large, small, A[s], B);
+            if (s == STEPS - 2)
+                at = after(small[0][0], at, zero);
         }
 #pragma unroll
         for (int x = 0; x < ABREAST; x++)
