@@ -96,7 +96,7 @@ __device__ __forceinline__ unsigned patch_number(const Call& call, const Sequenc
 __device__ __forceinline__ float* patch_of(const Call& call, unsigned number) { return call.sums + (unsigned long long)number * (ND * PIECE_NUMBERS); }
 
 // dQ += dS K for the 16 rows and the columns of this warp; `patch` is that of the rows
-__device__ __forceinline__ void add_queries(float* patch, unsigned base)
+__device__ __forceinline__ void add_queries(float* patch, unsigned base, unsigned zero)
 {
     const unsigned thread = once_more(threadIdx.x);
     const int warp = (int)(thread / WARP_SIZE), pair = warp / WARPS_Q * PAIRS_Q;
@@ -105,10 +105,11 @@ __device__ __forceinline__ void add_queries(float* patch, unsigned base)
     float dQ[NQ][4];
     clear(dQ);
     add_product<BC / 16>(
-        dQ, [&](unsigned(&A)[PARTS][4], int s) { read_parts_transposed<BC, BR>(A, s_at, 16 * s, 0); },
-        [&](unsigned(&B)[PARTS][4], int s, int x) {
-            read_parts_transposed<BC, D>(B, piece_at<line_columns(D)>(k_at, 0, 16 * (pair + x)), 16 * s, 0);
-        });
+        dQ, [&](unsigned(&A)[PARTS][4], int s, unsigned later) { read_parts_transposed<BC, BR>(A, s_at + later, 16 * s, 0); },
+        [&](unsigned(&B)[PARTS][4], int s, int x, unsigned later) {
+            read_parts_transposed<BC, D>(B, piece_at<line_columns(D)>(k_at, 0, 16 * (pair + x)) + later, 16 * s, 0);
+        },
+        zero);
     float* const to = patch + 2 * pair * PIECE_NUMBERS + thread % WARP_SIZE * 4;
 #pragma unroll
     for (int n = 0; n < NQ; n++) {
@@ -211,10 +212,11 @@ __device__ __forceinline__ void add_rows(float (&sum)[N][4], const unsigned (&wo
         const unsigned a_at = keys_of_warp<BR>(base + S_AT, thread) + lane_rows<line_columns(BR)>(thread);
         const int pair = (int)(thread / WARP_SIZE) / WARPS_K * (N / 2);
         add_product<BR / 16>(
-            sum, [&](unsigned(&A)[PARTS][4], int s) { read_parts<BC, BR>(A, a_at, 0, 16 * s); },
-            [&](unsigned(&B)[PARTS][4], int s, int x) {
-                read_parts_transposed<BR, COLUMNS>(B, piece_at<line_columns(COLUMNS)>(b_at, 0, 16 * (pair + x)), 16 * s, 0);
-            });
+            sum, [&](unsigned(&A)[PARTS][4], int s, unsigned later) { read_parts<BC, BR>(A, a_at + later, 0, 16 * s); },
+            [&](unsigned(&B)[PARTS][4], int s, int x, unsigned later) {
+                read_parts_transposed<BR, COLUMNS>(B, piece_at<line_columns(COLUMNS)>(b_at, 0, 16 * (pair + x)) + later, 16 * s, 0);
+            },
+            zero);
     } else {
         accumulate<BR, COLUMNS>(sum, words, b_at, zero);
     }
@@ -351,7 +353,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) fa2_backward_keys(
             // dQ_i += dS K
             const int patch_of_warp = once_more(threadIdx.x) / WARP_SIZE % WARPS_Q;
             if (before + 16 * patch_of_warp < rows)
-                add_queries(patch_of(call, patch_before + patch_of_warp), base);
+                add_queries(patch_of(call, patch_before + patch_of_warp), base, zero);
         }
     }
 

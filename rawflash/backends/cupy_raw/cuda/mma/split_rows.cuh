@@ -191,23 +191,24 @@ __device__ __forceinline__ void accumulate(float (&sum)[N][4], const unsigned (&
     }
 }
 
-// sum += A B for 16 rows of A and N pieces of columns of B, over STEPS tensor-core products: read_a(words, s) and read_b(words, s, x) give the parts of
-// A and of the x-th pair of pieces of B.
+// sum += A B for 16 rows of A and N pieces of columns of B, over STEPS tensor-core products: read_a(words, s, later) and read_b(words, s, x, later)
+// give the parts of A and of the x-th pair of pieces of B; `later` is 0, to be added to their addresses.
 template <int STEPS, int N, class ReadA, class ReadB>
-__device__ __forceinline__ void add_product(float (&sum)[N][4], const ReadA& read_a, const ReadB& read_b)
+__device__ __forceinline__ void add_product(float (&sum)[N][4], const ReadA& read_a, const ReadB& read_b, unsigned zero)
 {
     constexpr int ABREAST = N % 4 == 0 ? 4 : 2;
     float large[N / ABREAST][ABREAST][4], small[N / ABREAST][ABREAST][4];
+    unsigned later = 0;
 #pragma unroll
     for (int s = 0; s < STEPS; s++) {
         unsigned A[PARTS][4];
-        read_a(A, s);
+        read_a(A, s, later);
 #pragma unroll
         for (int n = 0; n < N / ABREAST; n++) {
             unsigned B[ABREAST / 2][PARTS][4];
 #pragma unroll
             for (int x = 0; x < ABREAST / 2; x++)
-                read_b(B[x], s, n * (ABREAST / 2) + x);
+                read_b(B[x], s, n * (ABREAST / 2) + x, later);
             if (s == 0)
                 clear(small[n]);
             if (s % STEPS_ADDED == 0)
@@ -220,6 +221,8 @@ __device__ __forceinline__ void add_product(float (&sum)[N][4], const ReadA& rea
 #pragma unroll
                     for (int e = 0; e < 4; e++)
                         sum[ABREAST * n + x][e] += last ? large[n][x][e] + small[n][x][e] : large[n][x][e];
+            if (n == 0 && !last)
+                later = after(small[0][0][0], 0, zero);
         }
     }
 }
