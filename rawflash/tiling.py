@@ -205,7 +205,7 @@ class Tiles:
         if self.family == SPLIT:
             lines.append("  float32 products on tensor cores, by six products of bfloat16 parts")
         if self.family == SPLIT_INPUTS:
-            lines.append("  float32 products on tensor cores, by six products of bfloat16 parts that are split before")
+            lines.append("  float32 products: six of bfloat16 parts on tensor cores, split once before")
         if self.family == MMA and any(tile.where == REGISTERS for tile in self.resident):
             lines.append("  products of 16-bit numbers on tensor cores, P and dS rounded to 16 bits, sums in float32")
         if self.family == FEW:

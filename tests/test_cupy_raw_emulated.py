@@ -555,8 +555,8 @@ def test_sums_of_parts_are_as_exact_as_others(d, of, ran):
 
 
 SPLIT_BROKEN = {
-    "the third parts are left out": ("order < PARTS; order++", "order < PARTS - 1; order++"),
-    "two pieces are exchanged": ("const unsigned(&four)[4] = B[n / 2][order - p];", "const unsigned(&four)[4] = B[n / 2][p];"),
+    "the third parts are left out": ("int order = PARTS - 1; order >= 0;", "int order = PARTS - 2; order >= 0;"),
+    "two parts are exchanged": ("(&four)[4] = B[n / 2][order - p];", "(&four)[4] = B[n / 2][p];"),
     "the tail of a row is another's": ("x + e < N ? source[e] : 0.0f", "source[e]"),
     "padding is read": ("const bool exists = WHOLE || n + row < count;", "const bool exists = true;"),
     "O does not follow m": ("O[n][2 * r] *= alpha;", ";"),
@@ -567,7 +567,8 @@ SPLIT_BROKEN = {
     "a row sees a key more": ("first + c || x >= end + c", "first + c - 1 || x >= end + c"),
     "the second head's rows are the first's": ("from += (unsigned)call.rows_q - r;", "from -= r;"),
     "the second head's patches are the first's": ("patch += (unsigned)call.parts - r / 16;", "patch -= r / 16;"),
-    "lse is not awaited": ("await_groups<0>();\n            __syncthreads();  // Q_i and dO_i", "__syncthreads();  // Q_i and dO_i"),
+    "lse is not awaited": (
+        "await_groups<0>();\n            __syncthreads();  // Q_i and dO_i", "__syncthreads();  // Q_i and dO_i"),
     "P is overwritten while it is read": ("__syncthreads();  // no thread reads P and dO_i any more", ";"),
     "dS is not there": ("            __syncthreads();  // dS is there, and no thread reads Q_i any more", ""),
     "columns of dK are the other warp's": ("threadIdx.x / WARP_SIZE / WARPS_K * (8 * N) : 0;", "0 : 0;"),

@@ -10,7 +10,9 @@ from rawflash import tiling
 from rawflash.errors import BackendError, ProblemError, TileError
 from rawflash.hardware import CHIPS, Chip, chip, chip_of, kernels_on
 from rawflash.problem import Problem
-from rawflash.tiling import DAO_BACKWARD_BLOCKS, RESIDENT, STREAMED, Tiles, key_ranges, parts_of, plan_tiles
+from rawflash.tiling import (
+    DAO_BACKWARD_BLOCKS, RESIDENT, SPLIT_INPUTS, SPLIT_LEAST, STREAMED, Tiles, key_ranges, parts_of, plan_tiles,
+)  # fmt: skip
 from rawflash.traffic import visits
 
 LOOPS = Chip("loops", 1 << 16, 1, "loops")
@@ -354,3 +356,38 @@ def test_parts_of_few_rows_cover_their_keys(parts):
         _, most = tiling._few_mma_parts(keys, parts, tiling.FEW_MMA_STEP)
         assert 1 <= count <= parts and most == max(turns[0], 1) * turn
         assert count == 1 or min(turns) >= tiling.FEW_MMA_LEAST // turn
+
+
+# ---- float32 from parts that were split before ---------------------------------------------------------------------
+
+
+def float32(direction="forward", arch="sm_90", **more):
+    return plan_tiles(problem(backend="cupy_raw", **more), kernels_on("cupy_raw", chip(arch)), direction)
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+@pytest.mark.parametrize("d", [8, 64, 72, 128])
+def test_float32_is_split_before(d, direction):
+    tiles = float32(direction, d=d, dv=d)
+    wide = d > 64
+    assert tiles.family == SPLIT_INPUTS and tiles.smem_bytes <= tiles.on_chip_bytes
+    assert (tiles.br, tiles.bc) == ((128, 64) if direction == "forward" else (64, 64) if wide else (64, 128))
+    matrices = {tile.name: tile.bytes for tile in tiles.resident if tile.itemsize == 2}
+    assert matrices["K"] == 3 * tiles.bc * (128 if wide else 64) * 2
+    assert "split once before" in str(tiles)
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+@pytest.mark.parametrize("more", [
+    dict(T=SPLIT_LEAST - 1), dict(Tq=1), dict(Tk=100), dict(window=(SPLIT_LEAST // 2, 0)), dict(d=136, dv=136),
+    dict(dv=136), dict(sram=232448), dict(softcap=1.0), dict(alibi=True), dict(dropout=0.1), dict(bias=(1, 1, 1, 4096)),
+    dict(page=16), dict(dtype="float64"), dict(dtype="float16"), dict(algorithm="fa1"), dict(arch="sm_80"), dict(arch="sm_89"),
+], ids=str)  # fmt: skip
+def test_other_calls_are_not(more, direction):
+    if not ({"page"} & more.keys() and direction == "backward"):
+        assert float32(direction, **more).family != SPLIT_INPUTS
+
+
+def test_only_forward_passes_are_split_before_if_deterministic():
+    assert float32(deterministic=True).family == SPLIT_INPUTS
+    assert float32("backward", deterministic=True).family == "split"

@@ -1,4 +1,4 @@
-"""FlashAttention-2, backward pass: the launcher of the kernels in ``cuda`` and ``cuda/mma`` and of ``side_gradients.cu``."""
+"""FlashAttention-2, backward pass: the launcher of the kernels in ``cuda`` and ``cuda/mma``."""
 
 from __future__ import annotations
 

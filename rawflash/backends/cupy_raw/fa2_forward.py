@@ -1,4 +1,4 @@
-"""FlashAttention-2, forward pass: the launcher of the kernels in ``cuda`` and ``cuda/mma``, and of ``fa2_few_rows.cu``."""
+"""FlashAttention-2, forward pass: the launcher of the kernels in ``cuda`` and ``cuda/mma``, and for few rows."""
 
 from __future__ import annotations
 
