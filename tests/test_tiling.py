@@ -381,7 +381,8 @@ def test_float32_is_split_before(d, direction):
 @pytest.mark.parametrize("more", [
     dict(T=SPLIT_LEAST - 1), dict(Tq=1), dict(Tk=100), dict(window=(SPLIT_LEAST // 2, 0)), dict(d=136, dv=136),
     dict(dv=136), dict(sram=232448), dict(softcap=1.0), dict(alibi=True), dict(dropout=0.1), dict(bias=(1, 1, 1, 4096)),
-    dict(page=16), dict(dtype="float64"), dict(dtype="float16"), dict(algorithm="fa1"), dict(arch="sm_80"), dict(arch="sm_89"),
+    dict(page=16), dict(dtype="float64"), dict(dtype="float16"), dict(algorithm="fa1"), dict(arch="sm_80"),
+    dict(arch="sm_89"),
 ], ids=str)  # fmt: skip
 def test_other_calls_are_not(more, direction):
     if not ({"page"} & more.keys() and direction == "backward"):
