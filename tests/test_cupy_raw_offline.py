@@ -211,6 +211,8 @@ def cases():
     for arch in ("sm_75", "sm_80"):
         found += on(arch, FA2, ["float16", "float64"], [128], ["plain"])
         found += on(arch, FA2, ["float32"], [64], ["everything"])
+    # where a plain call is one of split inputs; on sm_90a others are above
+    found += on("sm_100a", FA2, ["float32"], [64], ["everything"])
     return list(dict.fromkeys(found))
 
 
