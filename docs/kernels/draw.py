@@ -278,7 +278,10 @@ def cpu_panel():
 
 
 PICTURES = {
-    "split-memory": lambda: memory(plan("cupy_raw", "sm_90", "forward", d=128), "float32 forward, d = 128"),
+    # with an option that keeps the call with the kernels which split what they read
+    "split-memory": lambda: memory(
+        plan("cupy_raw", "sm_90", "forward", d=128, softcap=20.0), "float32 forward, d = 128"
+    ),
     "split-parts": split_parts,
     "simt-memory": lambda: memory(
         plan("numba_cuda", "sm_90", "forward", d=128, dtype="bfloat16", softcap=30.0),
