@@ -122,7 +122,8 @@ class Problem:
     ``Tq`` and ``Tk`` are the longest sequence when ``varlen``. Presence flags and structure
     stand for arrays: ``mask`` is the structure of the mask object, ``bias`` the four axis
     lengths of the bias (1 where it broadcasts). ``page`` is how many keys a block of a paged
-    cache holds; 0: K and V are not paged.
+    cache holds; 0: K and V are not paged. ``boxes``: tensor maps (:mod:`rawflash.backends.cupy_raw.tensor_map`) can
+    describe q, k, v, and whatever else of such matrices was given.
     """
 
     B: int = 1
@@ -151,6 +152,7 @@ class Problem:
     deterministic: bool = False
     sram: int | None = None
     page: int = 0
+    boxes: bool = True
 
     @property
     def group(self) -> int:
@@ -730,11 +732,20 @@ def _check(
     if backward:
         _gradients(operands, form, dout=dout, o=o, lse=lse, dlse=dlse, dtype=dtype)
     operands.copied, operands.keep = list(source.copied), source.keep
+    problem = replace(problem, boxes=_have_boxes(operands))
     if not gpu and operands.out is not None:
         operands.out_overlaps = arrays.overlaps_input(operands)
         if operands.out_overlaps or masks.arrays_of(mask) is None:  # a mask from elsewhere may raise half-way
             operands.target = None
     return problem, operands
+
+
+def _have_boxes(x: Operands) -> bool:
+    """:attr:`Problem.boxes`: strides and alignment of the matrices, which are part of a memo's key."""
+    from rawflash.backends.cupy_raw.tensor_map import can
+
+    given = (x.q, x.k, x.v, x.dout, x.o, x.target)
+    return x.v.shape[-1] % 8 == 0 and all(can(array) for array in given if array is not None)
 
 
 # ---- calls on a GPU ------------------------------------------------------------------------------------

@@ -55,7 +55,49 @@ MMA_FORWARD = {
     64: ((128, 128), (128, 64), (128, 32), (64, 64), (64, 32)),
     128: ((128, 64), (128, 32), (64, 64), (64, 32)),
 }
+# The same of cupy_raw, whose widths reach further
+RAW_FORWARD = MMA_FORWARD | {192: ((64, 64), (64, 32)), 256: ((64, 64), (64, 32))}
+RAW_THREADS = 128  # of a forward block
+RAW_LOW = 64  # rows of one where taller ones would leave multiprocessors without any
+LN2 = math.log(2)
+RAW_WORKED = 64  # keys of one at most where scores are more than products and a band: what that leaves of the registers
+RAW_MERGE = 640  # keys that a thread block could go through while parts are merged
 MMA_BACKWARD = {64: ((128, 128, 2), (64, 128, 2), (64, 64, 2), (64, 64, 1)), 128: ((64, 128, 2), (64, 64, 1))}
+RAW_BACKWARD = {
+    64: ((128, 128, 2), (64, 128, 2), (64, 64, 2), (64, 64, 1), (32, 32, 1)),
+    128: ((64, 128, 2), (64, 128, 1), (64, 64, 1), (32, 32, 1)),
+    192: ((64, 64, 2), (64, 64, 1), (32, 64, 1), (32, 32, 1)),
+    256: ((64, 64, 2), (64, 64, 1), (32, 32, 1)),
+}
+RAW_WIDEST = 256  # head dimension
+RAW_SUMS = 128  # columns of dK or dV of 16 keys that a warp has registers for; of more, another one has the second half
+RAW_FEW_KEYS = (64, 64, 2)  # where blocks of 128 keys would leave multiprocessors idle
+RAW_FEW_KEYS_COST = 1.15  # of a number of keys in blocks of 64, in those in blocks of 128
+RAW_FEW_BLOCKS = 4  # for each multiprocessor: with more, all of them are busy to the end
+WGMMA = "wgmma"  # family of cupy_raw's fa2 kernels of 16-bit numbers on sm_90 (cuda/sm90)
+WGMMA_CHIP = "sm_90"  # code for sm_90a runs on no other
+WGMMA_LEAST = 16  # rows: fewer, or as many, are the few-rows kernel's
+WGMMA_MOST = 256  # head dimension
+WGMMA_LONGEST = 1 << 30  # rows and keys, so that their numbers have 32 bits
+WGMMA_PIECES = 1 << 27  # pieces of work: each warp of each has a number
+WGMMA_SCALES = (1e-20, 1e20)
+WGMMA_SLAB = 64  # columns of 16 bits that lie together, see sm90/hopper.cuh
+WGMMA_ROWS = 64  # of a warpgroup
+WGMMA_REST = 2560  # bytes: barriers, what pieces of work are
+WGMMA_PROCESSORS = 132  # of a device that was not asked
+WGMMA_FEWEST = 0.4  # pieces of work for each multiprocessor; with fewer, cuda/mma is faster, which shares keys out
+WGMMA_SECTION = 32 << 20  # bytes of K and V that stay in L2
+WGMMA_BACKWARD = {64: 128, 128: 64}  # Br, by the wider of d and dv
+WGMMA_BACKWARD_KEYS = 128  # Bc
+WGMMA_BACKWARD_MOST = 128  # head dimension
+WGMMA_BACKWARD_STAGES, WGMMA_BACKWARD_S = 3, 2  # blocks of Q and dO on chip at once, and of dS
+SPLIT_INPUTS = "split inputs"  # family of cupy_raw's float32 kernels of fa2 that read parts which were split before
+SPLIT_PARTS = 3  # bfloat16 numbers of a float32 one
+SPLIT_LEAST = 512  # rows, and keys that a row sees: with fewer, splitting the inputs costs more than it gains
+SPLIT_COLUMNS = 128  # head dimension
+SPLIT_FORWARD = {64: (128, 64), 128: (128, 64)}  # (Br, Bc)
+SPLIT_BACKWARD = {64: (64, 128), 128: (64, 64)}
+SPLIT_THREADS = 256  # of a block
 FEW = "few rows"  # family of numba_cpu's fa2 forward pass for few queries: one at a time, not one on each lane
 FEW_QUERIES = 8  # of a head; from 12 to 16 on, lanes full of queries are faster
 FEW_KEYS = 16  # rows of K or V that it may copy, to have whole vectors
@@ -64,7 +106,7 @@ FEW_PART = 1024  # keys that a part of them has at least
 FEW_PIECES = 128  # parts of all K/V heads together: enough for threads to end together
 FEW_MMA = "few rows, mma"  # family of cupy_raw's fa2 forward pass for few queries in 16 bits (cuda/fa2_few_rows.cu)
 FEW_MMA_QUERIES = 16  # of a head
-FEW_MMA_KEYS = 1 << 30  # so that their numbers have 32 bits
+FEW_RAW_BACKWARD = 1 << 30  # so that their numbers have 32 bits
 FEW_MMA_WARPS = 8  # of a block of threads, of which a multiprocessor has one
 FEW_MMA_ROWS = 32  # of a block, where accumulators leave registers for more than one product's
 FEW_MMA_WIDE = 128  # head dimension up to which they do
@@ -96,6 +138,43 @@ _LOOPS = {
     STREAMED: "blocks of rows, K and V streamed",
     "": "",
 }
+
+
+@dataclass(frozen=True)
+class WarpgroupForward:
+    """How the forward kernel of sm_90 is laid out.
+
+    Attributes
+    ----------
+    br, bc : int
+        64 rows for each warpgroup that multiplies.
+    turns : bool
+        These begin their products in turn.
+    static : bool
+        bfloat16: the maximum is that of the first blocks of keys.
+    stages : int
+        K and V that are on chip at once.
+    least : int
+        Rows of a head, of a band or of lengths, below which the next row of the table is faster.
+    """
+
+    br: int
+    bc: int
+    turns: bool = True
+    static: bool = True
+    stages: int = 2
+    least: int = 0
+
+
+# By columns of the wider of K and V, in slabs: the first that fits, or for softcap and ALiBi the last, which leaves
+# them registers
+WGMMA_FORWARD = {
+    64: (WarpgroupForward(192, 128, least=1536), WarpgroupForward(128, 128)),
+    128: (WarpgroupForward(128, 128),),
+    192: (WarpgroupForward(128, 128), WarpgroupForward(128, 96)),
+    256: (WarpgroupForward(128, 80), WarpgroupForward(128, 64)),
+}
+WGMMA_REGISTERS = {2: (24, 240), 3: (32, 160)}  # of a thread that copies, and of one that multiplies, by warpgroups
 
 
 @dataclass(frozen=True)
@@ -139,12 +218,19 @@ class Tiles:
         Only "products": whole rows of scores that the softmax takes at a time.
     family : str
         Of the kernels that the plan is for, see :class:`rawflash.hardware.Chip`. "split": float32 products on
-        tensor cores, as sums of products of bfloat16 parts; "mma": 16-bit products there, sums in float32;
+        tensor cores, as sums of products of bfloat16 parts; "split inputs": the same, the inputs split
+        once by a kernel of its own; "mma", "wgmma": 16-bit products there, sums in float32;
         "few rows": see :mod:`rawflash.backends.numba_cpu.few_rows`.
     parts, part_keys : int
         Only the fa2 forward pass, on a GPU that would else be idle in parts or of the family "few rows": how many
         thread blocks (pieces of work) share the keys of a block of rows, and how many keys each takes (the last
         one the rest).
+    threads : int
+        Of a block; 0: as many as its family always has.
+    grid : int
+        Thread blocks, of kernels whose blocks take one piece of work after the other; else 0.
+    constants : tuple of (str, int)
+        What the text of such a kernel takes as given beside the block sizes.
 
     Examples
     --------
@@ -168,6 +254,9 @@ class Tiles:
     family: str = ""
     parts: int = 1
     part_keys: int = 0
+    threads: int = 0
+    grid: int = 0
+    constants: tuple[tuple[str, int], ...] = ()
 
     @cached_property
     def smem_bytes(self) -> int:
@@ -189,12 +278,16 @@ class Tiles:
             )
         if self.family == SPLIT:
             lines.append("  float32 products on tensor cores, by six products of bfloat16 parts")
-        if self.family == MMA and any(tile.where == REGISTERS for tile in self.resident):
-            lines.append("  products of 16-bit numbers on tensor cores, P and dS rounded to 16 bits, sums in float32")
+        if self.family == SPLIT_INPUTS:
+            lines.append("  float32 products: six of bfloat16 parts on tensor cores, split once before")
+        if self.family in (MMA, WGMMA) and any(tile.where == REGISTERS for tile in self.resident):
+            lines.append("  products of 16-bit numbers on tensor cores; P and dS in 16, sums in 32 bits")
         if self.family == FEW:
             lines.append("  one row of K or V read for all query heads that share it")
         if self.family == FEW_MMA:
             lines.append(f"  one row of K or V read for {self.br} rows of query heads that share it, on tensor cores")
+        if self.family == WGMMA:
+            lines.append("  products by warpgroups (wgmma), copies by tensor maps")
         if self.parts > 1:
             lines.append(f"  keys in up to {self.parts} parts of {self.part_keys}, merged by their m and l")
         if self.panel:
@@ -239,6 +332,8 @@ def family_of(problem: Problem, chip: Chip, direction: str) -> str:
         return MMA if mma_takes(problem, direction) else SIMT
     if chip.family != TENSOR:
         return chip.family
+    if raw_takes(problem):
+        return MMA
     return {"float32": SPLIT, "float64": DOUBLE}.get(problem.dtype, SIMT)
 
 
@@ -254,6 +349,105 @@ def mma_takes(problem: Problem, direction: str) -> bool:
         and MMA_SCALES[0] < problem.scale < MMA_SCALES[1]
         and all(option is None for option in options)
         and not (problem.alibi or problem.dropout or (direction == "backward" and problem.deterministic))
+    )
+
+
+def raw_takes(problem: Problem) -> bool:
+    """Is this a problem for cupy_raw's kernels in cuda/mma? Every option is."""
+    return (
+        problem.algorithm == "fa2"
+        and problem.dtype in ("float16", "bfloat16")
+        and max(problem.d, problem.dv) <= RAW_WIDEST
+        and 2 * max(problem.Tq, problem.Tk) < MMA_LONGEST
+    )
+
+
+def _fills(chip: Chip, pieces: int) -> bool:
+    """Have enough multiprocessors a piece of work, if that is known?"""
+    return pieces >= WGMMA_FEWEST * (chip.processors or 0)
+
+
+def wgmma_takes(problem: Problem, chip: Chip, direction: str) -> bool:
+    """Is this a problem for the kernels of cupy_raw/cuda/sm90? What hides keys may be a band and lengths."""
+    d, dv = problem.d, problem.dv
+    return (
+        (chip.family, chip.name, direction) == (TENSOR, WGMMA_CHIP, "forward")
+        and problem.algorithm == "fa2"
+        and problem.dtype in ("float16", "bfloat16")
+        and d % 8 == dv % 8 == 0
+        and max(d, dv) <= WGMMA_MOST
+        and problem.boxes
+        and not (problem.page or problem.dropout)
+        and problem.bias is None
+        and problem.mask is None
+        and problem.sram is None
+        and problem.Tq > WGMMA_LEAST
+        and problem.Tk > 0
+        and max(problem.Tq, problem.Tk) < WGMMA_LONGEST
+        and problem.B * problem.Hq * -(-problem.Tq // (2 * WGMMA_ROWS)) < WGMMA_PIECES
+        and WGMMA_SCALES[0] < problem.scale < WGMMA_SCALES[1]
+        and WGMMA_SCALES[0] < problem.scale / (problem.softcap or 1.0) < WGMMA_SCALES[1]
+        and _fills(chip, problem.B * problem.Hq * -(-problem.Tq // (2 * WGMMA_ROWS)))
+    )
+
+
+def wgmma_takes_backward(problem: Problem, chip: Chip, direction: str) -> bool:
+    """Is this a backward pass for cuda/sm90? What hides keys may be a band and lengths, not a mask."""
+    options = (problem.bias, problem.softcap, problem.mask, problem.sram)
+    return (
+        (chip.family, problem.algorithm, direction) == (TENSOR, "fa2", "backward")
+        and chip.name == WGMMA_CHIP
+        and problem.boxes
+        and problem.dtype in ("float16", "bfloat16")
+        and all(0 < n <= WGMMA_BACKWARD_MOST and n % 8 == 0 for n in (problem.d, problem.dv))
+        and 0 < min(problem.Tq, problem.Tk) <= max(problem.Tq, problem.Tk) < MMA_LONGEST
+        and MMA_SCALES[0] < problem.scale < MMA_SCALES[1]
+        and all(option is None for option in options)
+        and not (problem.page or problem.alibi or problem.dropout or problem.deterministic)
+        and _fills(chip, problem.B * problem.Hkv * -(-problem.Tk // WGMMA_BACKWARD_KEYS))
+    )
+
+
+def _wgmma_backward(problem: Problem, chip: Chip) -> Tiles:
+    """The blocks of cuda/sm90/fa2_backward.cu; they fit."""
+    d, dv = _padded(problem.d, WGMMA_SLAB), _padded(problem.dv, WGMMA_SLAB)
+    br, bc, stages = WGMMA_BACKWARD[max(d, dv)], WGMMA_BACKWARD_KEYS, WGMMA_BACKWARD_STAGES
+    resident = (
+        Tile("K", bc, d, 2),
+        Tile("V", bc, dv, 2),
+        Tile("Q", stages * br, d, 2),
+        Tile("dO", stages * br, dv, 2),
+        Tile("dS", WGMMA_BACKWARD_S * bc, br, 2),
+        Tile("lse", stages * br, 1, 4),
+        Tile("delta", stages * br, 1, 4),
+        Tile("barriers", 2 + 3 * stages, 1, 8),
+        Tile("S, P", bc, br, 4, REGISTERS),
+        Tile("dP", bc, WGMMA_SLAB, 4, REGISTERS),
+        Tile("dQ", br, d, 4, REGISTERS),
+        Tile("dK", bc, d, 4, REGISTERS),
+        Tile("dV", bc, dv, 4, REGISTERS),
+    )
+    return Tiles(br, bc, resident, chip.name, chip.on_chip_bytes, JI, family=WGMMA)
+
+
+def scale_later(problem: Problem) -> bool:
+    """May scores be scaled together with their change to powers of two? They are then finite where scores are."""
+    return MMA_SCALES[0] < problem.scale <= LN2
+
+
+def split_takes(problem: Problem, direction: str) -> bool:
+    """Is this a problem for cupy_raw's kernels that read parts of float32 numbers, and large enough for them?"""
+    options = (problem.bias, problem.softcap, problem.mask, problem.sram)
+    lower, upper = problem.band.bounds()
+    return (
+        problem.algorithm == "fa2"
+        and problem.dtype == "float32"
+        and max(problem.d, problem.dv) <= SPLIT_COLUMNS
+        and SPLIT_LEAST <= min(problem.Tq, problem.Tk, upper - lower + 1)
+        and max(problem.Tq, problem.Tk) < MMA_LONGEST
+        and all(option is None for option in options)
+        and not (problem.page or problem.alibi or problem.dropout)
+        and not (direction == "backward" and problem.deterministic)
     )
 
 
@@ -313,6 +507,12 @@ def plan_tiles(
         return _standard(problem, chip, direction)
     if problem.algorithm == "rowwise":
         return _rowwise(problem, chip, direction)
+    if blocks is None and order is None and wgmma_takes(problem, chip, direction):
+        planned = _wgmma_forward(problem, chip)
+        if planned is not None:
+            return planned
+    if blocks is None and order in (None, JI) and wgmma_takes_backward(problem, chip, direction):
+        return _wgmma_backward(problem, chip)
     tiles = _flash(problem, chip, direction, order, blocks)
     if blocks is None and few_takes(problem, chip, direction):
         return _few(problem, chip, tiles)
@@ -351,7 +551,8 @@ def _share_out(problem: Problem, chip: Chip, tiles: Tiles) -> Tiles:
     """
     heads, rows = problem.B * problem.Hq, -(-problem.Tq // tiles.br)
     processors = chip.processors or 0
-    if tiles.family == MMA or not 0 < heads * rows <= 2 * processors:
+    merge = PART_MERGE if tiles.family != MMA else RAW_MERGE / tiles.bc
+    if (chip.family == HALVES and tiles.family == MMA) or not 0 < heads * rows <= 2 * processors:
         return tiles
     ranges = key_ranges(problem, tiles.br, tiles.bc, problem.Tq, problem.Tk, problem.Tk - problem.Tq)
     steps = [max(-(-(high - low) // tiles.bc), 0) for low, high in ranges]
@@ -369,7 +570,7 @@ def _share_out(problem: Problem, chip: Chip, tiles: Tiles) -> Tiles:
         size = -(-longest // parts)
         if size < PART_STEPS:
             break
-        cost = takes(size) + PART_MERGE
+        cost = takes(size) + merge
         if cost < best:
             best, part = cost, size
     return replace(tiles, parts=-(-longest // part), part_keys=part * tiles.bc) if part else tiles
@@ -417,7 +618,7 @@ def few_mma_takes(problem: Problem, chip: Chip, direction: str) -> bool:
         (chip.family, problem.algorithm, direction) == (TENSOR, "fa2", "forward")
         and problem.dtype in ("float16", "bfloat16")
         and 0 < problem.Tq <= FEW_MMA_QUERIES
-        and problem.Tk <= FEW_MMA_KEYS
+        and problem.Tk <= FEW_RAW_BACKWARD
         and not problem.varlen
     )
 
@@ -523,8 +724,14 @@ def _flash(problem: Problem, chip: Chip, direction: str, order: str | None, bloc
         return _mma(problem, chip, direction, order)
     if chip.family == HALVES:
         chip, family = replace(chip, family=SIMT), SIMT
+    if family == SPLIT and blocks is None and split_takes(problem, direction):
+        plan = _split(problem, chip, direction, order)
+        if plan is not None:
+            return plan
     if family in PIECES:
         return _pieces(problem, chip, direction, order)
+    if family == MMA and chip.family == TENSOR and blocks is None:
+        return _raw_forward(problem, chip, order) if direction == "forward" else _raw_backward(problem, chip)
 
     def tiles_of(outer: int, inner: int, limit: int) -> Tiles:
         br, bc = (outer, inner) if order == IJ else (inner, outer)
@@ -629,6 +836,174 @@ def _mma(problem: Problem, chip: Chip, direction: str, order: str) -> Tiles:
             if plan.smem_bytes <= room:
                 return plan
     return _flash(problem, replace(chip, family=SIMT), direction, order, None)
+
+
+def _split(problem: Problem, chip: Chip, direction: str, order: str) -> Tiles | None:
+    """Blocks of cupy_raw's kernels that read parts of float32 numbers.
+
+    None: the loops are others, or those of the backward pass do not fit; then the forward pass too is for chips with
+    less memory.
+    """
+    limit, to_d, to_dv = _available(problem, chip), mma_pitch(problem.d), mma_pitch(problem.dv)
+    if order != (IJ if direction == "forward" else JI):
+        return None
+
+    def parts(name: str, rows: int, columns: int) -> Tile:
+        return Tile(name, SPLIT_PARTS * rows, columns, 2)
+
+    def tiles_of(br: int, bc: int, *more: Tile) -> Tiles:
+        resident = (parts("Q", br, to_d), parts("K", bc, to_d), parts("V", bc, to_dv), *more)
+        return Tiles(br, bc, resident, chip.name, limit, order, family=SPLIT_INPUTS, threads=SPLIT_THREADS)
+
+    br, bc = SPLIT_BACKWARD[max(to_d, to_dv)]
+    plan = tiles_of(
+        br,
+        bc,
+        parts("dO", br, to_dv),
+        parts("P or dS", bc, br),
+        Tile("lse", br, 1, 4),
+        Tile("delta", br, 1, 4),
+        Tile("whole", 1, 4, 4),
+        Tile("P", bc, br, 4, REGISTERS),
+        Tile("dQ", br, problem.d, 4, REGISTERS),
+        Tile("dK", bc, problem.d, 4, REGISTERS),
+        Tile("dV", bc, problem.dv, 4, REGISTERS),
+    )
+    if plan.smem_bytes > limit:
+        return None
+    if direction == "backward":
+        return plan
+    br, bc = SPLIT_FORWARD[max(to_d, to_dv)]
+    S, O = Tile("S", br, bc, 4, REGISTERS), Tile("O", br, problem.dv, 4, REGISTERS)
+    return tiles_of(br, bc, Tile("whole", 1, 8, 4), S, O)
+
+
+def _raw_forward(problem: Problem, chip: Chip, order: str) -> Tiles:
+    """The fastest blocks of cupy_raw's forward pass that fit, or where none do, those of "simt".
+
+    As in :func:`_mma` two share a multiprocessor. Lower ones are faster where there are few.
+    """
+    limit, to_d, to_dv = _available(problem, chip), mma_pitch(problem.d), mma_pitch(problem.dv)
+
+    def tiles_of(br: int, bc: int) -> Tiles:
+        resident = (
+            Tile("Q or O", br, max(to_d, to_dv), 2),
+            Tile("K", bc, to_d, 2),
+            Tile("V", bc, to_dv, 2),
+            Tile("S", br, bc, 4, REGISTERS),
+            Tile("P", br, bc, 2, REGISTERS),
+            Tile("O", br, problem.dv, 4, REGISTERS),
+        )
+        return Tiles(br, bc, resident, chip.name, limit, order, family=MMA, threads=RAW_THREADS)
+
+    options = (problem.bias, problem.softcap, problem.mask)
+    worked = problem.alibi or problem.dropout or any(option is not None for option in options)
+    worked = worked or not scale_later(problem)
+    shapes = [(br, bc) for br, bc in RAW_FORWARD[max(to_d, to_dv)] if not worked or bc <= RAW_WORKED]
+    if problem.sram is None and chip.processors:
+        few = problem.B * problem.Hq * -(-problem.Tq // shapes[0][0]) <= chip.processors
+        shapes.sort(key=lambda shape: few and shape[0] > RAW_LOW)
+    plans = [tiles_of(*shape) for shape in shapes]
+    for room in (limit // 2, limit) if problem.sram is None else (limit,):
+        for plan in plans:
+            if plan.smem_bytes <= room:
+                return plan
+    return _flash(problem, replace(chip, family=SIMT), "forward", order, None)
+
+
+def _raw_backward(problem: Problem, chip: Chip) -> Tiles:
+    """The same of its backward pass. Blocks of 128 keys, or of 64 if then all multiprocessors are done earlier."""
+    limit, d, dv = _available(problem, chip), problem.d, problem.dv
+    to_d, to_dv = mma_pitch(d), mma_pitch(dv)
+    widest = max(to_d, to_dv)
+    sharing = -(-widest // RAW_SUMS)  # warps of the same 16 keys
+
+    def plan(br: int, bc: int, stages: int) -> Tiles:
+        factors = tuple(Tile(name, bc, mma_pitch(br), 2) for name in ("P", "dS")[2 - sharing :])
+        resident = (
+            Tile("K", bc, to_d, 2),
+            Tile("V", bc, to_dv, 2),
+            Tile("Q", stages * br, to_d, 2),
+            Tile("dO", stages * br, to_dv, 2),
+            *factors,
+            Tile("lse", stages * br, 1, 4),
+            Tile("delta", stages * br, 1, 4),
+            Tile("rows", 16, 1, 4),  # which of them see the keys
+            *((Tile("P", bc, br, 4, REGISTERS),) if sharing == 1 else ()),
+            Tile("dQ", br, d, 4, REGISTERS),
+            Tile("dK", bc, d, 4, REGISTERS),
+            Tile("dV", bc, dv, 4, REGISTERS),
+        )
+        threads = 2 * bc * sharing  # a warp for 16 keys
+        return Tiles(br, bc, resident, chip.name, limit, JI, family=MMA, threads=threads)
+
+    plans = [found for found in (plan(*shape) for shape in RAW_BACKWARD[widest]) if found.smem_bytes <= limit]
+    if not plans:
+        return _flash(problem, replace(chip, family=SIMT), "backward", JI, None)
+    fewer = plan(*RAW_FEW_KEYS)
+    blocks = -(-problem.Tk // plans[0].bc) * problem.B * problem.Hkv
+    idle = blocks <= RAW_FEW_BLOCKS * (chip.processors or 0)  # at the end, if not from the beginning
+    if idle and plans[0].bc > fewer.bc and fewer.smem_bytes <= limit and problem.sram is None:
+        whole, half = _last_end(problem, chip, plans[0].bc), _last_end(problem, chip, fewer.bc)
+        if RAW_FEW_KEYS_COST * half < whole:
+            return fewer
+    return plans[0]
+
+
+def _last_end(problem: Problem, chip: Chip, bc: int) -> int:
+    """When the last multiprocessor is done with blocks of ``bc`` keys, each with the rows that the band shows them.
+
+    In pairs of a row and a key.
+    """
+    heads, ends, last = problem.B * problem.Hkv, [0] * (chip.processors or 1), 0
+    lower, upper = problem.band.bounds()
+    offset = problem.Tk - problem.Tq
+    for j0 in range(0, problem.Tk, bc):
+        low = min(max(j0 - offset - upper, 0), problem.Tq)
+        high = min(max(j0 + bc - offset - lower, low), problem.Tq)
+        for _ in range(heads):
+            end = heapq.heappop(ends) + (high - low) * bc
+            heapq.heappush(ends, end)
+            last = max(last, end)
+    return last
+
+
+def _wgmma_forward(problem: Problem, chip: Chip) -> Tiles | None:
+    """The first row of the table that fits: Q twice and O on its own, if there is room, so that pieces overlap."""
+    limit, processors = chip.on_chip_bytes, chip.processors or WGMMA_PROCESSORS
+    to_d, to_dv = (_padded(n, WGMMA_SLAB) for n in (problem.d, problem.dv))
+    lower, upper = problem.band.lower, problem.band.upper
+    uneven = lower is not None or upper is not None or problem.varlen or problem.ragged  # pieces of work
+    shapes = WGMMA_FORWARD[max(to_d, to_dv)]
+    for shape in shapes[-1:] if problem.softcap is not None or problem.alibi else shapes:
+        br, bc = shape.br, shape.bc
+        groups = br // WGMMA_ROWS
+        if uneven and problem.Tq < shape.least:
+            continue
+        for buffers, own in ((2, True), (2, False), (1, True), (1, False)):
+            resident = [
+                Tile("Q", buffers * br, to_d, 2),
+                Tile("K", shape.stages * bc, to_d, 2),
+                Tile("V", shape.stages * bc, to_dv, 2),
+                *([Tile("O", br, to_dv, 2)] if own else []),
+                Tile("barriers", 1, WGMMA_REST, 1),
+                Tile("S", br, bc, 4, REGISTERS),
+                Tile("P", br, bc, 2, REGISTERS),
+                Tile("O", br, problem.dv, 4, REGISTERS),
+            ]
+            constants = {
+                "Q_BUFFERS": buffers, "STAGES": shape.stages, "OWN_O": int(own), "TURNS": int(shape.turns),
+                "STATIC_MAXIMUM": int(shape.static), "DYNAMIC": int(uneven),
+                "LOWER": int(lower is not None), "RAGGED": int(problem.ragged),
+                "PRODUCER_REGISTERS": WGMMA_REGISTERS[groups][0], "CONSUMER_REGISTERS": WGMMA_REGISTERS[groups][1],
+            }  # fmt: skip
+            tiles = Tiles(
+                br, bc, tuple(resident), chip.name, limit, IJ, family=WGMMA,
+                grid=min(processors, -(-problem.Tq // br) * problem.B * problem.Hq), constants=tuple(constants.items()),
+            )  # fmt: skip
+            if tiles.smem_bytes <= limit and (own or to_dv <= to_d):
+                return tiles
+    return None
 
 
 def _power(n: int) -> int:

@@ -1,11 +1,14 @@
 // CUDA on a CPU, as much as the kernels of cupy_raw use: a thread is a fiber; a barrier lets the others run.
 //
 // Unkind where hardware may be: asynchronous copies happen when they are waited for (or, if they never are, when the thread ends), shared
-// memory starts as NaN, and the bytes behind it are watched. Order of threads: round robin, forwards or backwards.
+// memory starts as NaN, and the bytes behind it are watched. Order of threads: round robin, forwards or backwards; with emulator_hopper.hpp
+// the first thread (or the last) always goes as far as it can.
 
 #include <cmath>
+#include <cstdarg>
 #include <cstdint>
 #include <cstdio>
+#include <cstdlib>
 #include <cstring>
 #include <sys/mman.h>
 #include <ucontext.h>
@@ -45,10 +48,16 @@ inline unsigned __umulhi(unsigned x, unsigned y) { return (unsigned)((uint64_t)x
 template <class T> inline T __ldg(const T* p) { return *p; }
 template <class T> inline T __ldcg(const T* p) { return *p; }
 inline long long in_register(long long x) { return x; }
+inline unsigned once_more(unsigned x) { return x; }
 inline unsigned count_and_see(unsigned* p, unsigned most) { const unsigned x = *p; *p = x >= most ? 0 : x + 1; return x; }
-template <class T> inline void atomicAdd(T* p, T x) { *p += x; }
-inline void atomicAdd(float2* p, float2 x) { p->x += x.x, p->y += x.y; }
-inline void atomicAdd(float4* p, float4 x) { p->x += x.x, p->y += x.y, p->z += x.z, p->w += x.w; }
+template <class T, class X> inline T atomicAdd(T* p, X x) { const T old = *p; *p += x; return old; }
+inline float2 atomicAdd(float2* p, float2 x) { const float2 old = *p; p->x += x.x, p->y += x.y; return old; }
+inline float4 atomicAdd(float4* p, float4 x) { const float4 old = *p; p->x += x.x, p->y += x.y, p->z += x.z, p->w += x.w; return old; }
+template <class T, class X> inline T atomicExch(T* p, X x) { const T old = *p; *p = x; return old; }
+template <class T, class X, class Y> inline T atomicCAS(T* p, X is, Y x) { const T old = *p; if (old == (T)is) *p = x; return old; }
+template <class T, class X> inline T atomicMax(T* p, X x) { const T old = *p; if (old < (T)x) *p = x; return old; }
+inline void __threadfence() {}
+inline void __threadfence_block() {}
 
 // ---- fibers -------------------------------------------------------------------------------------------------------------
 
@@ -57,7 +66,7 @@ constexpr size_t STACK = 512 << 10, MOST_SHARED = 256 << 10, WATCHED = 4096;
 __attribute__((aligned(1024))) unsigned char on_chip[MOST_SHARED + WATCHED];
 
 struct Copy { void* to; const void* from; int bytes; bool exists; };
-enum State { READY, AT_BARRIER, IN_WARP, ENDED };
+enum State { READY, AT_BARRIER, IN_WARP, ENDED, WAITING, POLLING };  // the last two: emulator_hopper.hpp
 struct Fiber {
     ucontext_t context;
     State state;
@@ -71,6 +80,42 @@ static unsigned threads, current, at_barrier, in_warp[MOST_THREADS / LANES], voi
 static bool diverged;
 static void (*body)(void*);
 static void* argument;
+
+namespace emulated {
+static char message[2000];  // the first error that has words
+static bool in_thread;
+
+// What emulator_hopper.hpp has to say: at the begin and the end of a block and of a thread; when threads have met; when none can go on.
+struct Hooks {
+    void (*begin)();
+    void (*thread_end)();
+    void (*end)();
+    void (*met)();
+    bool (*stuck)();  // can one go on now?
+};
+static Hooks hooks;
+
+static void complain(const char* format, ...)
+{
+    if (message[0])
+        return;
+    va_list list;
+    va_start(list, format);
+    int at = snprintf(message, sizeof message, "block %u", blockIdx.x);
+    if (in_thread)
+        at += snprintf(message + at, sizeof message - at, ", thread %u", current);
+    at += snprintf(message + at, sizeof message - at, ": ");
+    vsnprintf(message + at, sizeof message - at, format, list);
+    va_end(list);
+}
+
+// The block ends here.
+[[noreturn]] static void stop()
+{
+    for (;;)
+        swapcontext(&fibers[current].context, &scheduler);
+}
+}
 
 static void wait(State why)
 {
@@ -94,6 +139,8 @@ inline void __syncthreads()
         return;
     }
     at_barrier = 0;
+    if (emulated::hooks.met)
+        emulated::hooks.met();
     for (unsigned n = 0; n < threads; n++)
         if (fibers[n].state == AT_BARRIER)
             fibers[n].state = READY;
@@ -120,13 +167,15 @@ template <class Work> inline void by_warp(Work work)
         return;
     }
     in_warp[warp] = 0;
+    if (emulated::hooks.met)
+        emulated::hooks.met();
     work(fibers + warp * LANES);
     for (unsigned n = warp * LANES; n < (warp + 1) * LANES; n++)
         if (fibers[n].state == IN_WARP)
             fibers[n].state = READY;
 }
 
-inline void __syncwarp() { by_warp([](Fiber*) {}); }
+inline void __syncwarp(unsigned = ~0u) { by_warp([](Fiber*) {}); }
 
 template <class T> inline T __shfl_xor_sync(unsigned, T x, int mask)
 {
@@ -153,20 +202,32 @@ template <class T> inline T __shfl_sync(unsigned, T x, int lane)
     return answer;
 }
 
-inline bool __all_sync(unsigned, bool x)
+inline unsigned __ballot_sync(unsigned, bool x)
 {
-    bool answer;
+    unsigned answer;
     fibers[current].operand[0] = &x;
     fibers[current].operand[1] = &answer;
     by_warp([](Fiber* lanes) {
-        bool all = true;
+        unsigned all = 0;
         for (unsigned n = 0; n < LANES; n++)
-            all = all && *(bool*)lanes[n].operand[0];
+            all |= (unsigned)*(bool*)lanes[n].operand[0] << n;
         for (unsigned n = 0; n < LANES; n++)
-            *(bool*)lanes[n].operand[1] = all;
+            *(unsigned*)lanes[n].operand[1] = all;
     });
     return answer;
 }
+
+inline bool __all_sync(unsigned lanes, bool x) { return __ballot_sync(lanes, x) == ~0u; }
+inline bool __any_sync(unsigned lanes, bool x) { return __ballot_sync(lanes, x) != 0; }
+
+inline void __trap()
+{
+    emulated::complain("__trap");
+    emulated::stop();
+}
+
+// Others run meanwhile.
+inline void __nanosleep(unsigned) { wait(emulated::hooks.stuck ? POLLING : READY); }
 
 inline unsigned __byte_perm(unsigned x, unsigned y, unsigned selectors)
 {
@@ -187,6 +248,13 @@ inline float exp2_approximately(float x)
     return y < 1.17549435e-38f ? 0.0f : y;
 }
 
+inline float least_or_nan(float x, float y) { return x != x || y != y ? NAN : x < y ? x : y; }
+inline float reciprocal_approximately(float x)
+{
+    const float y = 1.0f / x;
+    return fabsf(y) < 1.17549435e-38f ? 0.0f : y;
+}
+
 template <int BYTES, bool LINE = false> inline void copy_to_shared(void* to, const void* from, bool exists)
 {
     fibers[current].begun.push_back({to, from, BYTES, exists});
@@ -205,6 +273,46 @@ template <int PENDING> inline void await_groups()
     }
 }
 
+// Addresses of shared memory count from its start; an access that its width does not divide faults on hardware.
+inline void divides(unsigned address, unsigned bytes)
+{
+    if (address % bytes)
+        fprintf(stderr, "address %u of shared memory, of %u bytes\n", address, bytes), abort();
+}
+inline unsigned shared_address(const void* x) { return (unsigned)((const unsigned char*)x - on_chip); }
+inline void store_shared(unsigned to, unsigned x) { divides(to, 4), memcpy(on_chip + to, &x, 4); }
+inline void store_shared(unsigned to, const unsigned (&x)[4]) { divides(to, 16), memcpy(on_chip + to, x, 16); }
+inline uint4 load_shared(unsigned from)
+{
+    divides(from, 16);
+    uint4 x;
+    memcpy(&x, on_chip + from, 16);
+    return x;
+}
+inline void copy_chunk_if(unsigned to, const void* from, bool exists) { divides(to, 16), copy_to_shared<16>(on_chip + to, from, exists); }
+inline void copy_chunk(unsigned to, const void* from) { copy_chunk_if(to, from, true); }
+
+template <bool TRANSPOSED> inline void matrices_of_warp(unsigned (&x)[4], unsigned from)
+{
+    divides(from, 16);
+    Fiber& me = fibers[current];
+    me.operand[0] = x, me.operand[1] = on_chip + from;
+    by_warp([](Fiber* lanes) {
+        for (unsigned matrix = 0; matrix < 4; matrix++) {
+            uint16_t numbers[8][8];
+            for (unsigned row = 0; row < 8; row++)
+                memcpy(numbers[row], lanes[8 * matrix + row].operand[1], 16);
+            for (unsigned n = 0; n < LANES; n++) {
+                const unsigned g = n / 4, y = 2 * (n % 4);
+                const uint16_t low = TRANSPOSED ? numbers[y][g] : numbers[g][y], high = TRANSPOSED ? numbers[y + 1][g] : numbers[g][y + 1];
+                ((unsigned*)lanes[n].operand[0])[matrix] = low | (unsigned)high << 16;
+            }
+        }
+    });
+}
+inline void load_matrices(unsigned (&x)[4], unsigned from) { matrices_of_warp<false>(x, from); }
+inline void load_matrices_transposed(unsigned (&x)[4], unsigned from) { matrices_of_warp<true>(x, from); }
+
 inline unsigned bfloat16_bits(float x)
 {
     const unsigned word = bits<unsigned>(x);
@@ -218,6 +326,13 @@ inline unsigned bfloat16_pair_toward_zero(float x, float y) { return bits<unsign
 inline float bfloat16_to_float(unsigned x) { return bits<float>(x << 16); }
 inline float float16_to_float(unsigned x) { return half_to_float((unsigned short)x); }
 inline unsigned float16_pair(float x, float y) { return float_to_half(x) | (unsigned)float_to_half(y) << 16; }
+
+// Tensor cores cut sums off.
+inline float toward_zero(double x)
+{
+    const float y = (float)x;
+    return std::fabs((double)y) > std::fabs(x) ? std::nextafterf(y, 0) : y;
+}
 
 template <float (*widened)(unsigned)>
 inline void multiply_halves(float (&c)[4], const unsigned (&a)[4], const unsigned (&b)[2])
@@ -241,7 +356,7 @@ inline void multiply_halves(float (&c)[4], const unsigned (&a)[4], const unsigne
                 double sum = c[e];
                 for (unsigned k = 0; k < 16; k++)
                     sum += (double)A[n / 4 + 8 * (e / 2)][k] * B[k][2 * (n % 4) + e % 2];
-                c[e] = (float)sum;
+                c[e] = toward_zero(sum);
             }
         }
     });
@@ -279,6 +394,8 @@ inline void multiply_float64(double& c0, double& c1, double& c2, double& c3, con
 static void thread_main()
 {
     body(argument);
+    if (emulated::hooks.thread_end)
+        emulated::hooks.thread_end();
     perform(fibers[current].begun);
     for (const auto& group : fibers[current].groups)
         perform(group);
@@ -295,9 +412,12 @@ struct Stacks {
 };
 
 // 0: all threads of all blocks came to their end. 1: threads wait for threads that will not come. 2: memory behind the tiles was written.
+// 3: the message says what.
 static int run_blocks(unsigned blocks, unsigned count, size_t shared, bool backwards)
 {
+    using emulated::hooks, emulated::message;
     const Stacks stacks;
+    message[0] = 0;
     threads = count;
     gridDim = {blocks, 1, 1}, blockDim = {count, 1, 1};
     for (unsigned block = 0; block < blocks; block++) {
@@ -313,6 +433,8 @@ static int run_blocks(unsigned blocks, unsigned count, size_t shared, bool backw
             fibers[n].context.uc_stack.ss_sp = stacks.first + n * STACK, fibers[n].context.uc_stack.ss_size = STACK;
             makecontext(&fibers[n].context, thread_main, 0);
         }
+        if (hooks.begin)
+            hooks.begin();
         for (unsigned ended = 0; ended < count;) {
             bool any = false;
             for (unsigned x = 0; x < count; x++) {
@@ -321,12 +443,22 @@ static int run_blocks(unsigned blocks, unsigned count, size_t shared, bool backw
                     continue;
                 any = true;
                 current = n, threadIdx = {n, 0, 0};
+                emulated::in_thread = true;
                 swapcontext(&scheduler, &fibers[n].context);
+                emulated::in_thread = false;
+                if (message[0])
+                    return 3;
                 ended += fibers[n].state == ENDED;
+                if (hooks.stuck)  // unfair: always the first one that can go on
+                    break;
             }
-            if (!any && ended < count)
-                return 1;
+            if (!any && ended < count && !(hooks.stuck && hooks.stuck()))
+                return message[0] ? 3 : 1;
         }
+        if (hooks.end)
+            hooks.end();
+        if (message[0])
+            return 3;
         for (size_t n = 0; n < WATCHED; n++)
             if (on_chip[shared + n] != 0x5A)
                 return 2;

@@ -1,25 +1,30 @@
 """The kernels of cupy_raw on a CPU: their text compiled as C++ (emulator.hpp), behind a CuPy made of NumPy.
 
 A call goes all the way: check, plan, launcher, text, launch. Only NVRTC, the driver and the device are replaced.
+Kernels that take tensor maps get emulator_hopper.hpp too, and maps of its own kind (:func:`encode`).
 """
 
 import ctypes
 import hashlib
+import re
 import shutil
 import subprocess
 import sys
 import tempfile
 import types
+from array import array
 from pathlib import Path
 
 import numpy as np
 
 from rawflash import arrays, hardware, problem
-from rawflash.backends.cupy_raw import compile
+from rawflash.backends.cupy_raw import compile, tensor_map
 
 HERE = Path(__file__).parent
 FOLDER = Path(tempfile.gettempdir(), "rawflash-emulator")
 STALE = 0xFF  # every byte of fresh device memory: NaN in all floating dtypes
+MOST_SHARED = 227 << 10  # bytes, of a block
+MAP = 0x3A9D15C0  # MAP_MARK of emulator_hopper.hpp
 
 
 class ndarray(np.ndarray):
@@ -62,12 +67,17 @@ class Function:
     def __init__(self, library, name, backwards):
         self.kernel, self.name, self.backwards = ctypes.cast(library[name], ctypes.c_void_p), name, backwards
         self.run = library.emulate
-        self.run.argtypes = (*[ctypes.c_void_p] * 2, ctypes.c_uint, ctypes.c_uint, ctypes.c_size_t, ctypes.c_bool)
+        number = ctypes.c_size_t
+        self.run.argtypes = (*[ctypes.c_void_p] * 2, number, ctypes.c_uint, ctypes.c_uint, number, ctypes.c_bool)
+        self.message = library.message_of_launch
+        self.message.restype = ctypes.c_char_p
 
     def __call__(self, blocks, threads, words, shared_bytes=0):
-        found = self.run(self.kernel, words.buffer_info()[0], blocks, threads, shared_bytes, self.backwards)
+        assert shared_bytes <= MOST_SHARED, f"{self.name}: {shared_bytes} bytes of shared memory"
+        address, count = words.buffer_info()
+        found = self.run(self.kernel, address, count * words.itemsize, blocks, threads, shared_bytes, self.backwards)
         what = {1: "threads wait for threads that will not come", 2: "memory behind the tiles was written"}
-        assert found == 0, f"{self.name}: {what[found]}"
+        assert found == 0, f"{self.name}: {what.get(found) or self.message().decode()}"
 
 
 class Module:
@@ -80,8 +90,9 @@ class Module:
 
 LAUNCH = """
 static void (*kernel_of_launch)(const Call);
+extern "C" const char* message_of_launch() { return emulated::message; }
 extern "C" int emulate(
-    void (*kernel)(const Call), void* call, unsigned blocks, unsigned threads, size_t shared, bool backwards)
+    void (*kernel)(const Call), void* call, size_t, unsigned blocks, unsigned threads, size_t shared, bool backwards)
 {
     kernel_of_launch = kernel;
     argument = call;
@@ -90,12 +101,76 @@ extern "C" int emulate(
 }
 """
 
+# The same of a text whose kernels take maps, or a call alone; KERNELS has them all, and their __launch_bounds__.
+LAUNCH_MAPPED = """
+%s
+static struct { void* kernel; bool mapped; unsigned bounds[2]; } const KERNELS[] = {%s};
+static void* kernel_of_launch;
+extern "C" const char* message_of_launch() { return emulated::message; }
+extern "C" int emulate(
+    void* kernel, void* call, size_t bytes, unsigned blocks, unsigned threads, size_t shared, bool backwards)
+{
+    static MappedCall aligned;
+    memcpy(&aligned, call, bytes < sizeof aligned ? bytes : sizeof aligned);
+    argument = &aligned, kernel_of_launch = kernel;
+    emulated::bfloat16 = TYPE == BFLOAT16;
+    for (const auto& x : KERNELS) {
+        if (x.kernel != kernel)
+            continue;
+        if (bytes != sizeof aligned && x.mapped) {
+            snprintf(emulated::message, 100, "its argument has %%zu bytes, not %%zu", sizeof aligned, bytes);
+            return 3;
+        }
+        memcpy(emulated::bounds, x.bounds, sizeof x.bounds);
+        if (x.mapped)
+            body = [](void* x) { ((void (*)(const MappedCall))kernel_of_launch)(*(const MappedCall*)x); };
+        else
+            body = [](void* x) { ((void (*)(const Call))kernel_of_launch)(((const MappedCall*)x)->call); };
+        return run_mapped_blocks(blocks, threads, shared, backwards);
+    }
+    snprintf(emulated::message, 100, "emulator.py has not found this kernel in its text");
+    return 3;
+}
+"""
+KERNEL = re.compile(
+    r"__global__\s+void\s+(?:__launch_bounds__\(([^()]*)\)\s+)?(\w+)\(const (__grid_constant__ )?(Mapped)?Call "
+)
+
+
+def launch_of(text):
+    """What is put behind a kernel text: the function that launches its kernels."""
+    if "MappedCall" not in text:
+        return LAUNCH
+    names, rows = [], []  # of kernels that the preprocessor may leave out: their addresses are 0 then
+    for bounds, name, constant, mapped in KERNEL.findall(text):
+        assert constant or not mapped, f"{name}: a tensor map is read where the argument lies, so __grid_constant__"
+        names.append(f'extern "C" void address_of_{name}() __asm__("{name}") __attribute__((weak));')
+        rows.append(f"{{(void*)address_of_{name}, {int(bool(mapped))}, {{{bounds}}}}}")
+    return LAUNCH_MAPPED % ("\n".join(names), ", ".join(rows))
+
+
+def encode(address, dtype, extents, strides, rows):
+    """The words of a map, as tensor_map.encode makes them: what emulator_hopper.hpp takes for one.
+
+    What the driver refuses is refused.
+    """
+    assert address > 0 and address % tensor_map.GRANULE == 0, f"a map of address {address:#x}"
+    assert dtype in tensor_map.DTYPES.values(), f"a map of dtype {dtype}"
+    assert len(extents) == tensor_map.AXES and all(0 < n <= tensor_map.LARGEST_EXTENT for n in extents), extents
+    assert len(strides) == tensor_map.AXES - 1, strides
+    assert all(0 < n < tensor_map.LARGEST_STRIDE and n % tensor_map.GRANULE == 0 for n in strides), strides
+    assert 0 < rows <= tensor_map.MOST_ROWS, f"a box of {rows} rows"
+    words = [address, dtype, *extents, *strides, rows, MAP]
+    return array("q", words + [0] * (tensor_map.WORDS - len(words)))
+
 
 def library(text):
     """The shared library of a kernel text; kept between runs of the suite."""
     compiler = shutil.which("g++")
     assert compiler, "the emulator needs g++"
-    source = f'{(HERE / "emulator.hpp").read_text()}\n#line 1 "kernel"\n{text}\n{LAUNCH}'
+    headers = ("emulator.hpp", "emulator_hopper.hpp") if "MappedCall" in text else ("emulator.hpp",)
+    parts = [f'#line 1 "{name}"\n{(HERE / name).read_text()}' for name in headers]
+    source = "\n".join([*parts, '#line 1 "kernel"', text, '#line 1 "launch"', launch_of(text), ""])
     key = hashlib.sha256(source.encode()).hexdigest()[:32]
     made = FOLDER / f"{key}.so"
     if not made.exists():
@@ -145,6 +220,7 @@ def install(monkeypatch, backwards=False):
     monkeypatch.setattr(compile, "arch_of", lambda device: "sm_90a")
     monkeypatch.setattr(compile, "load", lambda text, arch, options=(): Module(text, backwards))
     monkeypatch.setattr(compile, "allow_shared", lambda function, nbytes: None)
+    monkeypatch.setattr(tensor_map, "encode", encode)
 
 
 def to_device(array):

@@ -109,17 +109,63 @@ def cases():
         calls[f"{dtype}, everything"] = everything | dict(dtype=dtype)
         calls[f"{dtype}, tall"] = tall | dict(dtype=dtype, causal=True)
         calls[f"{dtype}, tall, deterministic"] = tall | dict(dtype=dtype, d=72, deterministic=True)
+    # Tensor cores in 16 bits: more columns than a warp sums, rows that are no whole vectors, whole tiles under a mask
+    wide = tall | dict(d=200, dv=136, dtype="float16", causal=True)
+    calls["float16, wide"] = wide
+    calls["float16, wide, deterministic"] = wide | dict(deterministic=True)
+    calls["bfloat16, odd dimensions"] = tall | dict(d=7, dv=131, dtype="bfloat16", window=(70, 20))
+    segments = M.Segments(np.arange(200) // 150, np.arange(230) // 150)
+    calls["bfloat16, segments"] = tall | dict(dtype="bfloat16", mask=segments)
+    calls["bfloat16, segments, deterministic"] = calls["bfloat16, segments"] | dict(deterministic=True)
     made = {name: make(**call) for name, call in calls.items()}
     starts = np.array([0, 13, 13, 31], np.int32), np.array([2, 20, 30, Tk], np.int32)  # rows of no sequence, too
     for dtype in ("float32", "float16"):
         packed = make(lead=(), Hq=4, Hkv=2, **odd, dtype=dtype, causal=True, sinks=normal(4))
         made[f"{dtype}, packed"] = replace(packed, cu_seqlens=starts)
+    wide = dict(B=1, Hq=2, Hkv=1, Tq=70, Tk=150, d=256, dv=192, causal=True)
+    made["float16, widest"] = make(**wide, dtype="float16")
+    made["bfloat16, long"] = make(**calls["long"], dtype="bfloat16")
     few = dict(Hq=8, B=3, d=64, dv=64, lengths=(300, 31, 150), causal=True)
     made["decode"] = decode(**few, page=0, dtype="bfloat16")
     made["decode, blocks"] = decode(**few, Tq=3, page=16, dtype="float16")
+    made["many rows, blocks"] = decode(**few, Tq=20, page=16, dtype="float16")
     made["decode, odd dimensions"] = decode(Tq=2, lengths=(9, 2), d=7)
+    made |= halves()
     for name in PYTHON:
         made[f"numba_cuda, {name}"] = replace(made[name], options=made[name].options | {"backend": "numba_cuda"})
+    return made
+
+
+def halves():
+    """Calls of 16 bits, of several blocks each way: those of sm_90's own kernels, and such as cuda/mma has there."""
+    Tq, Tk = 300, 420
+    tall = dict(B=1, Hq=4, Hkv=2, Tq=Tq, Tk=Tk)
+    calls = {
+        "warpgroups": tall | dict(d=64, dtype="bfloat16"),
+        "warpgroups, causal": tall | dict(d=64, dtype="float16", causal=True, sinks=normal(4)),
+        "warpgroups, causal, d = 128": tall | dict(d=128, dtype="bfloat16", causal=True),
+        "warpgroups, window, dv = 96": tall | dict(d=128, dv=96, dtype="float16", window=(130, 7)),
+        "warpgroups, lengths": tall | dict(B=2, Hq=2, d=64, dtype="bfloat16", causal=True, q_lengths=[Tq, 70],
+                                           kv_lengths=[129, Tk]),
+        "warpgroups, lengths, d = 128": tall | dict(B=3, Hq=2, d=128, dtype="float16", q_lengths=[Tq, 0, 40],
+                                                    kv_lengths=[65, Tk, 0]),
+        "warpgroups, softcap, alibi": tall | dict(d=128, dtype="bfloat16", causal=True, softcap=8.0,
+                                                  alibi_slopes=np.array([0.5, 0.1, 0.02, 0.0])),
+        "warpgroups, d = 192": tall | dict(Hq=2, d=192, dv=128, dtype="bfloat16", causal=True),
+        "mma, bias": tall | dict(d=64, dtype="bfloat16", causal=True, bias=normal(4, Tq, Tk)),
+        "mma, mask": tall | dict(d=128, dtype="float16", mask=half_visible(1, 1, Tq, Tk)),
+        "mma, d = 256": tall | dict(Hq=2, d=256, dtype="bfloat16", causal=True),
+        "mma, deterministic": tall | dict(d=128, dtype="bfloat16", causal=True, deterministic=True),
+    }  # fmt: skip
+    made = {name: make(**call) for name, call in calls.items()}
+    again = make(B=1, Hq=2, Tq=200, Tk=Tk, d=64, dtype="bfloat16")
+    again.q[:, 0] = 1  # the last keys give the maximum that is not followed; this one, met later, is far above
+    again.k[:, :, 30, :] = 40
+    made["warpgroups, pieces done again"] = again
+    starts = np.array([2, 150, 150, 167, 290], np.int32), np.array([1, 130, 140, 140, 400], np.int32)
+    for d, dtype in ((64, "bfloat16"), (128, "float16")):
+        packed = make(lead=(), Hq=4, Hkv=2, Tq=Tq, Tk=Tk, d=d, dtype=dtype, causal=True)
+        made[f"warpgroups, packed, d = {d}"] = replace(packed, cu_seqlens=starts)
     return made
 
 

@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from strategies import DTYPES, decode_problems, problems, restride, varlen_problems
 from test_decode import ENTRIES, check_entries
 from test_decode import make as decode
-from test_forward import AWKWARD, awkward, make
+from test_forward import AWKWARD, awkward, half_hidden, half_visible, make, normal
 from tolerances import assert_close
 
 import rawflash as rf
@@ -255,11 +255,18 @@ def test_drawn_varlen_problems(device_of_module, case):
 # ---- keys shared out -------------------------------------------------------------------------------------------
 
 
+def no_warpgroups(monkeypatch):
+    """As on GPUs other than sm_90, which has kernels of its own for most calls of 16 bits: see test_hopper_*.py."""
+    monkeypatch.setattr(problem, "_MEMO", {})
+    monkeypatch.setattr(tiling, "WGMMA_CHIP", "none")
+
+
 def share_out(monkeypatch):
     """A device that shares the keys of every problem out, a block of them to each part; how often parts were merged."""
-    monkeypatch.setattr(problem, "_MEMO", {})
+    no_warpgroups(monkeypatch)
     monkeypatch.setattr(hardware, "_gpu", lambda device: replace(hardware.CHIPS["sm_90"], processors=1000))
-    for name, value in {"PART_STEPS": 1, "PART_START": 0.0, "PART_MERGE": 0.0, "PART_GAIN": 1.0}.items():
+    values = {"PART_STEPS": 1, "PART_START": 0.0, "PART_MERGE": 0.0, "RAW_MERGE": 0.0, "PART_GAIN": 1.0}
+    for name, value in values.items():
         monkeypatch.setattr(tiling, name, value)
     merged = []
     run = launch.Launcher.run
@@ -326,6 +333,330 @@ def test_broken_parts_are_caught(old, new, device_by_name, monkeypatch):
     monkeypatch.setattr(compile, "source", lambda name, preamble: whole(name, preamble).replace(old, new))
     with pytest.raises(AssertionError):
         check(case, reference, backward=False)
+
+
+# ---- many rows of 16 bits --------------------------------------------------------------------------------------
+
+HALVES = "mma/fa2_forward.cu"
+HALF_DTYPES = ("float16", "bfloat16")
+HALF_DRAWN = dict(dtypes=HALF_DTYPES, algorithms=("fa2",))
+
+
+def all_rows(monkeypatch):
+    """Few rows are the kernel's too."""
+    no_warpgroups(monkeypatch)
+    monkeypatch.setattr(tiling, "few_mma_takes", lambda *of: False)
+
+
+@pytest.fixture
+def many_rows(monkeypatch):
+    """Which files were compiled."""
+    all_rows(monkeypatch)
+    return noted_files(monkeypatch)
+
+
+def noted_files(monkeypatch):
+    files, whole = [], compile.source
+    monkeypatch.setattr(compile, "source", lambda name, preamble: files.append(name) or whole(name, preamble))
+    return files
+
+
+@pytest.mark.parametrize("name", AWKWARD)
+def test_awkward_calls_of_16_bits(name, device_by_name, many_rows, monkeypatch):
+    """All of them: every second one in parts."""
+    n = list(AWKWARD).index(name)
+    case, reference = awkward(name, HALF_DTYPES[n // 2 % 2])
+    if n % 2:
+        share_out(monkeypatch)
+    check(case, reference, small_on_device=n % 3 == 0, backward=False)
+    assert set(many_rows) <= {HALVES}
+
+
+WIDTHS = [(8, 8), (40, 72), (72, 40), (96, 96), (128, 128), (192, 128), (64, 256), (256, 64), (256, 256), (20, 33)]
+
+
+@pytest.mark.parametrize("d, dv", WIDTHS)
+@pytest.mark.parametrize("dtype", HALF_DTYPES)
+def test_widths_of_16_bits(d, dv, dtype, device_by_name, many_rows):
+    case = make(B=2, Hq=2, Hkv=1, Tq=150, Tk=200, d=d, dv=dv, dtype=dtype, causal=True, kv_lengths=[200, 130],
+                q_lengths=[150, 60])  # fmt: skip
+    check(case, case.reference(), backward=False)
+    assert many_rows == [HALVES]
+
+
+@pytest.mark.parametrize("view", ["sliced", "transposed", "reversed"])
+def test_rows_of_16_bits_anywhere(view, device_by_name, many_rows):
+    """Rows that do not start at multiples of 16 bytes go by their elements, and nothing beside them changes."""
+    case = make(B=1, Hq=2, Tq=70, Tk=90, d=24, dtype="float16")
+    reference = case.reference()
+    for name in ("q", "k", "v"):
+        setattr(case, name, restride(getattr(case, name), view))
+    room = emulator.to_device(np.full((1, 2, 70, 32), 7, case.q.dtype))
+    case.options["out"] = room[..., 1:25]
+    check(case, reference, backward=False)
+    assert (np.asarray(room).astype(np.float64) == 7).sum() == room.size - 70 * 2 * 24
+
+
+@pytest.mark.parametrize("d, kib, file", [
+    (64, 48, HALVES), (64, 32, HALVES), (64, 24, HALVES), (64, 16, HALVES), (64, 15, "fa2_forward.cu"),
+    (128, 64, HALVES), (128, 48, HALVES), (128, 32, HALVES), (128, 31, "fa2_forward.cu"),
+    (256, 99, HALVES), (256, 64, HALVES), (256, 63, "fa2_forward.cu"),
+])  # fmt: skip
+def test_blocks_of_16_bits_of_any_memory(d, kib, file, device_by_name, many_rows):
+    """Every shape of a block, and the kernel of multiply-adds where none fits."""
+    case = make(B=1, Hq=1, Tq=130, Tk=150, d=d, dtype="bfloat16", window=(100, 3))
+    check(case, case.reference(), backward=False, sram=kib << 10)
+    assert many_rows == [file]
+
+
+@pytest.mark.parametrize("name, options", {
+    "softcap": dict(softcap=2.0, causal=True),
+    "alibi": dict(alibi_slopes=[0.5, 0.01], window=(80, 20)),
+    "bias": dict(bias=normal(2, 2, 140, 150), q_lengths=[140, 77]),
+    "bias by row": dict(bias=normal(2, 1, 140, 1)),
+    "bias by key": dict(bias=normal(1, 2, 1, 150), kv_lengths=[150, 65]),
+    "mask": dict(mask=M.SlidingWindow(9, 9) | M.Prefix(40), causal=True),
+    "dropout": dict(dropout=0.4, seed=11, sinks=np.array([0.5, -np.inf], np.float32)),
+    "a scale that only scores can have": dict(scale=-0.8),
+    "everything": dict(softcap=3.0, alibi_slopes=[0.5, 0.01], bias=normal(1, 2, 140, 150), dropout=0.2, seed=3,
+                       mask=M.SlidingWindow(60, 9), causal=True, q_offset=[3, -5]),
+}.items())  # fmt: skip
+@pytest.mark.parametrize("d", [64, 128])
+def test_options_of_16_bits(name, options, d, device_by_name, many_rows, monkeypatch):
+    dtype = HALF_DTYPES[(len(name) + d // 64) % 2]
+    case = make(B=2, Hq=2, Hkv=1, Tq=140, Tk=150, d=d, dtype=dtype, **options)
+    reference = case.reference()
+    check(case, reference, backward=False)
+    share_out(monkeypatch)
+    check(case, reference, backward=False)
+    assert set(many_rows) == {HALVES}
+
+
+def test_maxima_that_grow_in_16_bits(device_by_name, many_rows):
+    """By less than what is followed lazily, and by more; some rows of a warp only."""
+    case = make(B=1, Hq=1, Tq=64, Tk=640, d=64, dtype="float16")
+    case.k *= np.linspace(0.25, 8, 640, dtype=np.float16)[::-1, None]
+    case.q[:, :, ::3] *= 4
+    check(case, case.reference(), backward=False)
+
+
+@FEW
+@given(case=problems(**HALF_DRAWN) | varlen_problems(**HALF_DRAWN))
+def test_drawn_problems_of_16_bits(device_of_module, case):
+    reference = case.reference()
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        all_rows(monkeypatch)
+        if case.how["seed"] % 2:
+            share_out(monkeypatch)
+        check(case, reference, small_on_device=case.how["seed"] % 3 == 1, backward=False)
+
+
+HALVES_BROKEN = {
+    "O is not rescaled": ("O[r / 2][n][r % 2 * 2] *= alpha;", ";"),
+    "m is not followed": ("if (__any_sync(WARP, grows))", "if (grows)"),
+    "V is not awaited": ("await_groups<0>();\n        __syncthreads();  // V_j", "__syncthreads();  // V_j"),
+    "the band is one key wide of the mark": ("call.band_upper + 1 - j_low", "call.band_upper + 2 - j_low"),
+    "keys behind the last are seen": ("bool hidden = x >= keys;", "bool hidden = false;"),
+    "pieces are not where they are read": ("(at ^ (x / 16 % 4 * 32))", "(at + x / 16 % 4 * 32)"),
+    "a warp stays away from a barrier": (
+        "__syncthreads();  // V_j is there", "if (threadIdx.x >= 32) __syncthreads();  // V_j is there"),
+    "rows are loaded behind the tile": ("n < ROWS; n += ROWS_AT_ONCE", "n < ROWS + 32; n += ROWS_AT_ONCE"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("how", HALVES_BROKEN)
+def test_broken_kernels_of_16_bits_are_caught(how, device_by_name, many_rows, monkeypatch):
+    old, new = HALVES_BROKEN[how]
+    whole = compile.source
+    case = make(B=1, Hq=1, Tq=140, Tk=210, d=24, dtype="float16", window=(60, 3))
+    case.k *= np.linspace(0.25, 8, 210, dtype=np.float16)[::-1, None]
+    reference = case.reference()
+    check(case, reference, backward=False)
+    assert many_rows == [HALVES] and old in whole(HALVES, "")
+    emulator.install(monkeypatch, backwards=True)
+    monkeypatch.setattr(compile, "source", lambda name, preamble: whole(name, preamble).replace(old, new))
+    with pytest.raises(AssertionError):
+        check(case, reference, backward=False)
+
+
+@pytest.mark.parametrize("old, new", [
+    ("exponential(*of_part(call, call.m, at, part, i) - shift)", "1.0f"),
+    ("if (work.part < parts - 1)", "if (work.part < parts)"),
+    ("j_low += work.part * call.part_keys", "j_low += 0"),
+    ("+ part * rows_of_part(call);", "+ 0 * rows_of_part(call);"),
+    ("PRODUCTS ? m[r] * LN2 : m[r]", "m[r]"),
+])  # fmt: skip
+def test_broken_parts_of_16_bits_are_caught(old, new, device_by_name, many_rows, monkeypatch):
+    case = make(B=1, Hq=2, Tq=128, Tk=384, d=24, dtype="float16", window=(127, 0), q_offset=190)
+    case.q *= 3
+    reference = case.reference()
+    whole = compile.source
+    merged = share_out(monkeypatch)
+    check(case, reference, backward=False)
+    assert merged and many_rows == [HALVES] and old in whole(HALVES, "")
+    monkeypatch.setattr(problem, "_MEMO", {})
+    monkeypatch.setattr(compile, "source", lambda name, preamble: whole(name, preamble).replace(old, new))
+    with pytest.raises(AssertionError):
+        check(case, reference, backward=False)
+
+
+# ---- gradients of 16 bits on tensor cores ------------------------------------------------------------------------
+
+TWO_TILES = dict(B=2, Hq=2, Hkv=1, Tq=70, Tk=140)
+GRADIENTS = {
+    "plain": TWO_TILES | dict(d=64),
+    "causal": TWO_TILES | dict(d=128, causal=True),
+    "causal, more rows than keys": dict(B=1, Hq=1, Tq=200, Tk=70, d=64, causal=True),
+    "heads": dict(B=2, Hq=6, Hkv=2, Tq=40, Tk=50, d=24),
+    "offsets": TWO_TILES | dict(d=40, causal=True, q_offset=np.array([-31, 77])),
+    "window": TWO_TILES | dict(d=64, window=(60, 10), q_offset=np.array([-31, 77])),
+    "lengths": TWO_TILES | dict(d=72, dv=96, causal=True, q_lengths=[70, 33], kv_lengths=[20, 140]),
+    "widths of 8": TWO_TILES | dict(d=8, dv=200),
+    "unaligned": TWO_TILES | dict(d=33, dv=7, causal=True),
+    "wide": dict(B=1, Hq=2, Hkv=1, Tq=80, Tk=150, d=256, causal=True),
+    "wide, unaligned": dict(B=1, Hq=2, Hkv=1, Tq=80, Tk=70, d=131, dv=250),
+    "a third of two warps": dict(B=1, Hq=1, Tq=40, Tk=70, d=144, dv=176),
+    "one number": dict(B=1, Hq=1, Tq=70, d=1, causal=True),
+    "bias": TWO_TILES | dict(d=64, bias=half_hidden(2, 70, 140)),
+    "bias by key": TWO_TILES | dict(d=24, bias=normal(2, 1, 1, 140), q_lengths=[70, 33]),
+    "mask": TWO_TILES | dict(d=64, mask=half_visible(2, 2, 70, 140)),
+    "mask object": TWO_TILES | dict(d=64, mask=M.Segments(np.arange(70) // 64, np.arange(140) // 128), causal=True),
+    "softcap": TWO_TILES | dict(d=128, softcap=2.0),
+    "alibi": TWO_TILES | dict(d=64, alibi_slopes=np.array([0.5, 0.1])),
+    "dropout": TWO_TILES | dict(d=64, dropout=0.3, seed=2**64 - 5),
+    "sinks": TWO_TILES | dict(d=64, sinks=normal(2), causal=True, q_offset=-20),
+    "a large scale": TWO_TILES | dict(d=16, scale=1.5),
+    "a negative scale": TWO_TILES | dict(d=64, scale=-0.3, causal=True),
+    "everything": TWO_TILES | dict(
+        d=40, dv=72, causal=True, window=(90, None), q_lengths=[70, 20], kv_lengths=[140, 30],
+        mask=half_visible(2, 2, 70, 140), bias=normal(2, 70, 140), alibi_slopes=np.full(2, 0.02), softcap=8.0,
+        sinks=normal(2), dropout=0.2),
+    "everything, wide": dict(
+        B=1, Hq=2, Hkv=1, Tq=70, Tk=90, d=200, dv=144, causal=True, mask=M.PrefixLM(9) | M.SlidingWindow(20, 0),
+        bias=normal(2, 70, 90), softcap=8.0, dropout=0.2),
+}  # fmt: skip
+
+
+def raw_plans(monkeypatch, *shape):
+    """Tiles of the 16-bit backward pass: rows, keys, stages; none: as planned."""
+    no_warpgroups(monkeypatch)
+    if shape:
+        monkeypatch.setattr(tiling, "RAW_BACKWARD", dict.fromkeys(tiling.RAW_BACKWARD, (shape,)))
+
+
+def check_gradients(host, reference, monkeypatch, **options):
+    """Of the kernels of mma/fa2_backward.cu, from numpy_tiled's out and lse; those are returned."""
+    files, source = [], compile.source
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compile, "source", lambda name, text: files.append(name) or source(name, text))
+        out, lse = (emulator.to_device(x) for x in host.forward(backend="numpy_tiled"))
+        case = on_device(host, options.pop("small_on_device", False))
+        gradients = case.backward(out, lse, **options)
+    assert "mma/fa2_backward.cu" in files
+    for name, gradient in zip(case.wrt, gradients, strict=True):
+        assert_close("d" + name, np.asarray(gradient), reference)
+    return gradients
+
+
+@pytest.mark.parametrize("name", GRADIENTS)
+def test_gradients_of_halves(name, device_by_name, monkeypatch):
+    """As planned and in small tiles, of which there are then many; one or two of Q and dO on chip."""
+    n = list(GRADIENTS).index(name)
+    case = make(dtype=HALF_DTYPES[n % 2], **GRADIENTS[name])
+    reference = case.reference()
+    for shape in ((), ((32, 32, 1), (64, 64, 1), (64, 64, 2))[n % 3]):
+        raw_plans(monkeypatch, *shape)
+        check_gradients(case, reference, monkeypatch, small_on_device=n % 3 == 0)
+
+
+@pytest.mark.parametrize("name", GRADIENTS)
+def test_gradients_of_halves_without_atomics(name, device_by_name, monkeypatch):
+    """A pass for dK and dV and one for dQ; the same bits when it is done again."""
+    n = list(GRADIENTS).index(name)
+    case = make(dtype=HALF_DTYPES[(n + 1) % 2], **GRADIENTS[name])
+    reference, results = case.reference(), []
+    for _ in range(2):
+        raw_plans(monkeypatch, *((), (32, 32, 1), (64, 64, 1))[n % 3])
+        results.append(check_gradients(case, reference, monkeypatch, deterministic=True))
+    for one, other in zip(*results, strict=True):
+        assert np.asarray(one).tobytes() == np.asarray(other).tobytes()
+
+
+@pytest.mark.parametrize("shape", [(128, 128, 2), (64, 128, 2), (64, 64, 1), (32, 32, 1)])
+def test_orders_of_threads_of_halves(device, shape, monkeypatch):
+    case = make(B=1, Hq=2, Hkv=1, Tq=100, Tk=140, d=40, dtype="float16", causal=True)
+    raw_plans(monkeypatch, *shape)
+    check_gradients(case, case.reference(), monkeypatch)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("d", [24, 160])
+def test_packed_sequences_of_halves(device, d, deterministic, monkeypatch):
+    """Sequences of no rows or no keys, rows of none, and such as share sixteen rows of the arrays."""
+    case = make(lead=(), Hq=2, Hkv=1, Tq=90, Tk=110, d=d, dtype="bfloat16", causal=True, sinks=normal(2))
+    case.cu_seqlens = ([2, 13, 13, 20, 70, 71, 80], [1, 10, 20, 20, 70, 100, 101])
+    raw_plans(monkeypatch, 32, 32, 1)
+    check_gradients(case, case.reference(), monkeypatch, deterministic=deterministic)
+
+
+def test_gradients_of_halves_are_given_where_memory_was_nan(device, monkeypatch):
+    """Padding in the middle of a tile is not read, and its gradients are 0; a NaN that is seen stays in its rows."""
+    case = make(B=1, Hq=1, Tq=40, Tk=50, d=24, dtype="float16", q_lengths=[30], kv_lengths=[41])
+    case.q[:, :, 30:], case.dout[:, :, 30:], case.k[:, :, 41:], case.v[:, :, 41:] = (np.nan,) * 4
+    case.dlse[:, :, 30:] = np.nan
+    raw_plans(monkeypatch)
+    reference = case.reference()
+    for gradient, rows in zip(check_gradients(case, reference, monkeypatch), (30, 41, 41), strict=True):
+        assert np.isfinite(gradient).all() and not np.asarray(gradient)[:, :, rows:].any()
+    causal = make(B=1, Hq=1, Tq=40, d=24, dtype="float16", causal=True)
+    out, lse = (emulator.to_device(x) for x in causal.forward(backend="numpy_tiled"))
+    causal.dout[:, :, 20] = np.nan
+    dq = np.asarray(on_device(causal).backward(out, lse)[0])
+    assert (np.isnan(dq).any(axis=(0, 1, 3)) == (np.arange(40) == 20)).all()
+
+
+BROKEN_HALVES = {
+    "lse is that of the step before": ("* (2 * BR) + threadIdx.x] =", "* 0 + threadIdx.x] ="),
+    "dS lies one key on": ("lane_g();\n#pragma", "(lane_g() ^ 1);\n#pragma"),
+    "P is not hidden": ("S[n][e] = -INFINITE;", ";"),
+    "two warps put P at one place": ("factor.put(on_chip + FACTORS_AT, first)", "factor.put(on_chip + FACTORS_AT, 0)"),
+    "rows come before they have landed": (
+        "await_groups<0>();\n        __syncthreads();  // Q_i", "__syncthreads();  // Q_i"),
+    "the band is one row wide of the mark": ("- call.band_upper - i_low,", "- call.band_upper - i_low - 1,"),
+    "pieces of two heads are one": ("(slot * call.Hq + h) * each", "(slot * call.Hq) * each"),
+    "two columns of dQ are exchanged": ("X[2 * t] = half ? x[t].z : x[t].x", "X[2 * t] = half ? x[t].w : x[t].y"),
+    "two warps sum the same columns": ("part_of_warp() * Part<N>::COLUMNS, n)", "0, n)"),
+    "delta is left out": ("(dP[n][2 * half] - d.x)", "(dP[n][2 * half])"),
+    "a head of the group is left out": ("r.h_end = h_first + group;", "r.h_end = h_first + group - 1;"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("how", BROKEN_HALVES)
+def test_broken_gradients_of_halves_are_caught(how, device_by_name, monkeypatch):
+    old, new = BROKEN_HALVES[how]
+    d = 136 if how.startswith("two warps") else 40
+    case = make(B=1, Hq=2, Hkv=1, Tq=100, d=d, dtype="float16", causal=True)
+    case.v[:, :, 80] = 30  # a dP that is large, where it is hidden too
+    reference, whole = case.reference(), compile.source
+    raw_plans(monkeypatch, 32, 32, 1)
+    check_gradients(case, reference, monkeypatch)
+    raw_plans(monkeypatch, 64, 64, 2 if d == 40 else 1)
+    assert old in whole("mma/fa2_backward.cu", "")
+    monkeypatch.setattr(compile, "source", lambda name, preamble: whole(name, preamble).replace(old, new))
+    emulator.install(monkeypatch, backwards=True)
+    with pytest.raises(AssertionError):
+        check_gradients(case, reference, monkeypatch)
+
+
+@FEW
+@given(
+    case=problems(algorithms=("fa2",), dtypes=HALF_DTYPES, max_head_dim=40)
+    | varlen_problems(algorithms=("fa2",), dtypes=HALF_DTYPES)
+)
+def test_drawn_gradients_of_halves(device_of_module, case):
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        raw_plans(monkeypatch, 32, 32, 1)
+        check(case, case.reference(), small_on_device=case.how["seed"] % 2 == 1)
 
 
 # ---- few rows of 16 bits ---------------------------------------------------------------------------------------
@@ -431,6 +762,181 @@ def test_later_graphs_find_spare_counters(device_by_name, monkeypatch):
     assert cleared and not any(cleared)
 
 
+# ---- float32 from parts that were split before -----------------------------------------------------------------
+
+
+@pytest.fixture
+def ran(device_by_name, monkeypatch):
+    """The kernels that calls ran; those that read parts take problems of any size."""
+    return split_all(monkeypatch)
+
+
+def split_all(monkeypatch):
+    monkeypatch.setattr(problem, "_MEMO", {})
+    monkeypatch.setattr(tiling, "SPLIT_LEAST", 0)
+    names = []
+    run = launch.Launcher.run
+    monkeypatch.setattr(launch.Launcher, "run", lambda self, name, *more: names.append(name) or run(self, name, *more))
+    return names
+
+
+#: Calls that none of the kernels before them has: one row, no rows, no keys, nothing visible, everything in padding.
+SPLIT_CHOSEN = (
+    *CHOSEN, "one row, one dimension", "no rows", "no keys", "offset far left: nothing visible", "window past the keys",
+    "d < dv", "padding only, sinks", "no sink: -inf",
+)  # fmt: skip
+assert set(SPLIT_CHOSEN) <= set(AWKWARD)
+#: Options that keep a call with the kernels of before.
+STAY = ("mask", "bias", "alibi_slopes", "softcap", "dropout", "sram")
+
+
+@pytest.mark.parametrize("name", SPLIT_CHOSEN)
+def test_awkward_calls_in_parts_of_numbers(name, ran):
+    case, reference = awkward(name, "float32")
+    n = SPLIT_CHOSEN.index(name)
+    check(case, reference, small_on_device=n % 2 == 0)
+    split = not (set(STAY) & case.options.keys() or "algorithm" in case.options)
+    assert ran.count("split_inputs") == (2 if split else 0)
+
+
+SPLIT_LONG = {
+    "d = 64": dict(Tq=260, Tk=200, d=64),
+    "d = 128, causal": dict(Tq=140, Tk=330, d=128, causal=True),
+    "grouped heads, lengths": dict(B=2, Hq=4, Hkv=2, Tq=150, Tk=200, d=24, dv=40, causal=True, q_lengths=[150, 60],
+                                   kv_lengths=[200, 30]),
+    "odd dimensions, window, sinks": dict(Hq=2, Hkv=1, Tq=170, Tk=190, d=17, dv=33, window=(70, 5),
+                                          sinks=np.array([0.5, -1], np.float32)),
+    "pairs that warps do not share evenly": dict(Tq=70, Tk=90, d=80, dv=112),
+    "one piece of a value": dict(Tq=70, Tk=150, d=128, dv=3, causal=True),
+    "rows far from keys": dict(Tq=300, Tk=90, d=16, causal=True, q_offset=-100),
+    "a scale of its own": dict(Tq=70, Tk=90, d=16, scale=1.5),
+    "a scale below 0": dict(Tq=70, Tk=90, d=16, scale=-0.5),
+    "layout": dict(B=2, Hq=2, Tq=70, Tk=70, d=32, layout="bthd"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("aligned", [True, False])
+@pytest.mark.parametrize("name", SPLIT_LONG)
+def test_long_calls_in_parts_of_numbers(name, aligned, ran):
+    """Blocks of many kinds, in arrays of any alignment; padding is NaN."""
+    how = {"B": 1, "Hq": 1} | SPLIT_LONG[name]
+    layout = how.pop("layout", "bhtd")
+    case = make(**how)
+    if layout == "bthd":
+        case = replace(case, options=case.options | {"layout": layout},
+                       **{x: getattr(case, x).transpose(0, 2, 1, 3) for x in ("q", "k", "v", "dout")})  # fmt: skip
+    for x, lengths in (("q", "q_lengths"), ("dout", "q_lengths"), ("k", "kv_lengths"), ("v", "kv_lengths")):
+        for b, length in enumerate(case.options.get(lengths, ())):
+            getattr(case, x)[b, :, length:] = np.nan
+    reference = case.reference()
+    if not aligned:
+        for x in ("q", "k", "v", "dout"):
+            old = getattr(case, x)
+            room = np.full((*old.shape[:-1], old.shape[-1] + 1), np.nan, np.float32)
+            room[..., 1:] = old
+            setattr(case, x, room[..., 1:])
+    check(case, reference)
+    assert ran.count("split_inputs") == 2
+
+
+@FEW
+@given(case=problems(dtypes=("float32",), algorithms=("fa2",), exclude=STAY)
+       | varlen_problems(dtypes=("float32",), algorithms=("fa2",), exclude=STAY))  # fmt: skip
+def test_drawn_problems_in_parts_of_numbers(device_of_module, case):
+    reference = case.reference()
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        split_all(monkeypatch)
+        check(case, reference, small_on_device=case.how["seed"] % 2 == 1)
+
+
+def test_packed_sequences_in_parts_of_numbers(ran):
+    """Sequences that begin anywhere, one without rows, one without keys; rows that none of them owns are NaN."""
+    case = make(lead=(), Hq=2, Hkv=1, Tq=190, Tk=170, d=24, causal=True)
+    case.cu_seqlens = ([3, 20, 20, 95, 180], [1, 40, 60, 60, 165])
+    for x, starts in (("q", 0), ("dout", 0), ("k", 1), ("v", 1)):
+        array, owned = getattr(case, x), case.cu_seqlens[starts]
+        array[:, : owned[0]] = array[:, owned[-1] :] = np.nan
+    check(case, case.reference())
+    assert ran.count("split_inputs") == 2
+
+
+def test_keys_shared_out_in_parts_of_numbers(device_by_name, monkeypatch):
+    case = make(B=2, Hq=2, Hkv=1, Tq=150, Tk=400, d=24, causal=True, q_lengths=[150, 60], kv_lengths=[400, 30],
+                sinks=np.array([0.5, -np.inf], np.float32))  # fmt: skip
+    reference = case.reference()
+    ran, merged = split_all(monkeypatch), share_out(monkeypatch)
+    check(case, reference, backward=False)
+    assert merged and "split_inputs" in ran
+
+
+@pytest.mark.parametrize("of", ["normal", "of one sign", "large scores", "one large number in each row"])
+@pytest.mark.parametrize("d", [64, 128])
+def test_sums_of_parts_are_as_exact_as_others(d, of, ran):
+    """Tensor cores cut off: where all products have one sign, or scores are large, it would show."""
+    case = make(B=1, Hq=1, Tq=130, Tk=260, d=d)
+    if of == "of one sign":
+        for x in (case.q, case.k, case.v, case.dout):
+            x[...] = np.abs(x) + 0.5
+    elif of == "large scores":
+        case.q[...] *= 30
+    elif of == "one large number in each row":
+        case.v[..., 3] *= 2**20
+        case.k[..., 5] *= 2**-20
+        case.q[..., 5] *= 2**20
+    check(case, case.reference())
+    assert ran.count("split_inputs") == 2
+
+
+# Barriers whose absence shows only if warps are far apart, which fibers are not, are not here.
+SPLIT_BROKEN = {
+    "the third parts are left out": ("int order = PARTS - 1; order >= 0;", "int order = PARTS - 2; order >= 0;"),
+    "two parts are exchanged": ("(&four)[4] = B[n / 2][order - p];", "(&four)[4] = B[n / 2][p];"),
+    "the tail of a row is another's": ("x + e < N ? source[e] : 0.0f", "source[e]"),
+    "padding is read": ("const bool exists = WHOLE || n + row < count;", "const bool exists = true;"),
+    "O does not follow m": ("O[n][2 * r] *= alpha;", ";"),
+    "V is not awaited": ("await_groups<0>();\n            __syncthreads();  // V_j is", "__syncthreads();  // V_j is"),
+    "the band of S is one key wide of the mark": ("call.band_upper + 1 - j_low", "call.band_upper + 2 - j_low"),
+    "tiles of the diagonal hide nothing": ("if (!full)\n                hide(", "if (false)\n                hide("),
+    "a row sees a key more": ("first + c || x >= end + c", "first + c - 1 || x >= end + c"),
+    "the second head's rows are the first's": ("from += (unsigned)call.rows_q - r;", "from -= r;"),
+    "the second head's patches are the first's": ("patch += (unsigned)call.parts - r / 16;", "patch -= r / 16;"),
+    "lse is not awaited": (
+        "await_groups<0>();\n            __syncthreads();  // Q_i and dO_i", "__syncthreads();  // Q_i and dO_i"),
+    "columns of dK are the other warp's": ("threadIdx.x / WARP_SIZE / WARPS_K * (8 * N) : 0;", "0 : 0;"),
+    "dQ of the other columns": ("pair = warp / WARPS_Q * PAIRS_Q;", "pair = 0;"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("how", SPLIT_BROKEN)
+def test_broken_kernels_of_parts_are_caught(how, ran, monkeypatch):
+    old, new = SPLIT_BROKEN[how]
+    whole, found = compile.source, []
+
+    def broken(name, preamble):
+        text = whole(name, preamble)
+        if "split_" in name:
+            found.append(old in text)
+            text = text.replace(old, new)
+        return text
+
+    cases = [make(B=1, Hq=2, Hkv=1, Tq=200, Tk=200, d=d, causal=True, q_lengths=[190]) for d in (24, 66)]
+    for case in cases:
+        case.q[...] *= 4  # maxima that grow
+        case.q[:, :, 190:] = case.dout[:, :, 190:] = np.nan
+    references = [case.reference() for case in cases]
+    monkeypatch.setattr(compile, "source", broken)
+    caught = False
+    for case, reference in zip(cases, references, strict=True):
+        emulator.install(monkeypatch, backwards=True)
+        split_all(monkeypatch)
+        try:
+            check(case, reference)
+        except AssertionError:
+            caught = True
+    assert any(found), "the kernel has changed: this test must follow"
+    assert caught
+
+
 # ---- caches ----------------------------------------------------------------------------------------------------
 
 
@@ -484,12 +990,24 @@ def test_caches_used_in_part(page, old, new, device_by_name, monkeypatch):
         assert_close("lse", lse, reference)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float16"])
-def test_blocks_outside_the_cache_are_not_read(dtype, device_by_name):
+@pytest.mark.parametrize("tables", ["device", "host"])
+@pytest.mark.parametrize("page", [16, 48])
+def test_many_rows_of_16_bits_from_blocks(page, tables, device_by_name, many_rows, monkeypatch):
+    case = decode(B=2, Hq=4, Tq=33, lengths=(300, 70), page=page, dtype="bfloat16", causal=True, d=64, dv=40)
+    for parts in (False, True):
+        if parts:
+            share_out(monkeypatch)
+        for name, result in zip(("out", "lse"), decode_on_device(case, tables == "device"), strict=True):
+            assert_close(name, result, case.reference())
+    assert set(many_rows) == {HALVES}
+
+
+@pytest.mark.parametrize("dtype, Tq, longest", [("float32", 2, 40), ("float16", 2, 40), ("float16", 130, 280)])
+def test_blocks_outside_the_cache_are_not_read(dtype, Tq, longest, device_by_name):
     """Where only the device knows the table: the keys of such a block are hidden, and lengths end with the table."""
-    case = decode(B=3, Hq=4, Tq=2, lengths=(40, 33, 17), page=8, dtype=dtype, d=24, dv=16)
+    case = decode(B=3, Hq=4, Tq=Tq, lengths=(longest, 33, 17), page=8, dtype=dtype, d=24, dv=16)
     move, (*caches, blocks) = emulator.to_device, case.caches()
-    mask = np.ones((3, 1, 1, 40), bool)
+    mask = np.ones((3, 1, 1, longest), bool)
     outside = ((0, 1, -1), (0, 3, len(caches[0])), (1, 4, 2**31 - 1), (2, 0, -(2**31)), (2, 1, 10**6), (2, 2, -5))
     for b, n, entry in outside:
         blocks[b, n] = entry

@@ -10,7 +10,9 @@ What is compiled (:func:`cases`); all of every option, dtype and architecture wo
 * on every architecture: plain float32 calls, d = 64, of the four passes and of append_kv;
 * on sm_90a the common calls: every dtype, d = 64 and 128, plain (fa1, fa2) and causal (fa2);
 * on sm_90a: every dtype with every option at once, and deterministic; packed sequences; other head dimensions;
-* on sm_75 and sm_80: other dtypes, and every option at once.
+* on sm_75 and sm_80: other dtypes, and every option at once;
+* of the forward pass of 16 bits: d = 64 on every architecture from sm_80 on; every width of a tile; each option;
+* on sm_80 and later: gradients of 16 bits, plain and causal, d = 64 and 128, and wide ones.
 
 The static assertions of the float32 and float64 kernels are compiled for every kind of head dimension, without
 the kernels.
@@ -25,6 +27,7 @@ import re
 import shutil
 import subprocess
 import sys
+from array import array
 from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager, suppress
@@ -41,7 +44,7 @@ from strategies import DTYPES
 import rawflash as rf
 from rawflash import arrays, hardware, problem
 from rawflash import masks as M
-from rawflash.backends.cupy_raw import append_kv, launch
+from rawflash.backends.cupy_raw import append_kv, launch, tensor_map
 from rawflash.backends.cupy_raw import compile as compiler
 
 TABLE = Path(__file__).with_name("kernel_resources.json")
@@ -50,7 +53,7 @@ KERNELS = ("fa1_forward", "fa1_backward", "fa2_forward", "fa2_backward")
 FA2 = KERNELS[2:]
 APPEND = "append_kv"
 DECODE = "decode"  # one query over T keys; in 16 bits fa2_few_rows.cu
-COMMON = ("plain", "causal", "paged")
+COMMON = ("plain", "causal", "paged", "few heads")
 USED = ("registers", "stack", "spill_stores", "spill_loads", "shared")  # of compile.usage
 LAUNCHED = ("threads", "dynamic_shared")  # 0, 0: the call does not launch this kernel of the file
 COLUMNS = (*USED, *LAUNCHED)
@@ -58,8 +61,15 @@ REGISTERS = 65536  # of a multiprocessor, on every architecture here
 UNASKED_SHARED = 48 * 1024  # dynamic shared memory that a launch has without asking
 
 # Kernels that spill in common calls on sm_80 and later: "row of the table": (bytes that a thread stores, and loads).
-# This can only get better; at present there is none.
-SPILLS: dict[str, tuple[int, int]] = {}
+# This can only get better. Gradients of float64 since its exponential has constants that are kept in registers; the
+# kernel that merges parts is not launched by these calls.
+SPILLS: dict[str, tuple[int, int]] = {
+    "sm_90a fa1_backward float64 d=64 plain: fa1_backward.cu fa1_backward": (96, 112),
+    "sm_90a fa2_backward float64 d=64 plain: fa2_backward.cu fa2_backward_keys": (4, 4),
+    "sm_90a fa2_backward float64 d=64 causal: fa2_backward.cu fa2_backward_keys": (20, 20),
+    "sm_120 fa2_forward bfloat16 d=64 plain: mma/fa2_forward.cu fa2_forward_merge": (4, 4),
+    "sm_120 fa2_forward bfloat16 d=64 causal: mma/fa2_forward.cu fa2_forward_merge": (4, 4),
+}
 
 
 # ---- a device that is not there ----------------------------------------------------------------------------
@@ -144,6 +154,7 @@ class Device:
             patch.setitem(sys.modules, "cupy", self.cupy)
             patch.setattr(compiler, "load", self.load)
             patch.setattr(problem, "_MEMO", {})
+            patch.setattr(tensor_map, "encode", lambda *geometry: array("q", bytes(8 * tensor_map.WORDS)))
             try:
                 for function in remembered:
                     function.cache_clear()
@@ -166,6 +177,14 @@ OPTIONS = {
         mask=M.Segments(IDS, IDS) | M.PrefixLM(9) & M.Dense(np.ones((1, HQ, 1, T), bool)),
     ),  # and arrays: bias, sinks, dlse
     "packed": dict(causal=True),
+    "softcap": dict(softcap=20.0),
+    "alibi": dict(causal=True, alibi_slopes=[0.5, 0.25, 0.1, 0.0]),
+    "dropout": dict(dropout=0.1),
+    "mask": dict(mask=M.Segments(IDS, IDS)),
+    "bias": {},  # and an array for it
+    "M given": dict(sram=64 << 10),  # in 16 bits no call for the kernels of sm_90
+    "causal, M given": dict(causal=True, sram=hardware.CHIPS["sm_90"].on_chip_bytes),
+    "few heads": {},  # in 16 bits blocks of other heights
     "deterministic": dict(deterministic=True),
     "paged": {},  # decode: caches in blocks of 16
     "17 rows": {},  # decode: of queries that share a head of keys, more than one product has
@@ -208,9 +227,24 @@ def cases():
         found += on(arch, [DECODE], ["bfloat16"], [128], ["plain", "paged"])
     found += on("sm_90a", [DECODE], ["float16"], [20, 64, 128, 256], ["plain", "paged", "17 rows"])
     found += on("sm_90a", [DECODE], ["float32"], [64], ["paged"])
+    for arch in ARCHITECTURES[1:]:
+        found += on(arch, ["fa2_forward"], ["bfloat16"], [64], ["plain", "causal"])
+    found += on("sm_80", ["fa2_forward"], ["bfloat16", "float16"], [64, 128], ["plain", "causal"])
+    found += on("sm_90a", ["fa2_forward"], ["float16"], [96, 192, 256], ["causal"])
+    found += on("sm_80", ["fa2_forward"], ["float16"], [64, 128], ["few heads"])
+    found += on("sm_90a", ["fa2_forward"], ["float16"], [64, 128], ["few heads"])
+    found += on("sm_90a", ["fa2_forward"], ["bfloat16"], [64, 128], ["softcap", "alibi", "dropout", "mask", "bias"])
+    for arch in ARCHITECTURES[1:]:
+        found += on(arch, ["fa2_backward"], ["bfloat16"], [64, 128], ["plain", "causal"])
+        found += on(arch, ["fa2_backward"], ["float16"], [256], ["plain"])
+    found += on("sm_90a", ["fa2_backward"], ["bfloat16"], [128], ["packed", "everything", "deterministic"])
+    found += on("sm_80", ["fa2_backward"], ["bfloat16"], [64, 128], ["few heads"])
+    found += on("sm_90a", ["fa2_backward"], ["bfloat16"], [64, 128], ["few heads"])
     for arch in ("sm_75", "sm_80"):
         found += on(arch, FA2, ["float16", "float64"], [128], ["plain"])
         found += on(arch, FA2, ["float32"], [64], ["everything"])
+    # where a plain call is one of split inputs; on sm_90a others are above
+    found += on("sm_100a", FA2, ["float32"], [64], ["everything"])
     return list(dict.fromkeys(found))
 
 
@@ -222,7 +256,8 @@ def programs(case):
     """What a call would load, by way of the public functions."""
     dtype, packed = DTYPES[case.dtype], case.options == "packed"
     statistic = np.float64 if case.dtype == "float64" else np.float32
-    lead = () if packed else (B,)
+    halves = case.kernel in FA2 and case.dtype in ("float16", "bfloat16")
+    lead = () if packed else (16 * B,) if halves and case.options != "few heads" else (B,)
     q, k, v = (Array((*lead, heads, T, case.d), dtype) for heads in (HQ, HKV, HKV))
     options = dict(OPTIONS[case.options])
     if case.kernel in KERNELS:
@@ -231,8 +266,10 @@ def programs(case):
     everything = case.options == "everything"
     if case.kernel == DECODE:
         q = Array((B, 17 * HKV if case.options == "17 rows" else HQ, 1, case.d), dtype)
+    if everything or case.options == "bias":
+        options |= dict(bias=Array((HQ, T, T), dtype))
     if everything:
-        options |= dict(bias=Array((HQ, T, T), dtype), sinks=Array((HQ,), dtype))
+        options |= dict(sinks=Array((HQ,), dtype))
     device = Device(case.arch)
     with device.current():
         if case.kernel == APPEND:
@@ -321,7 +358,7 @@ WHOLE_KERNEL = re.compile(r'^extern "C" __global__.*?^\}$', re.DOTALL | re.MULTI
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_90a"])
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("dtype", ["float32", "float64", "float16"])
 def test_plans_of_every_head_dimension_are_what_kernels_expect(arch, dtype):
     """Their static assertions: compiled without the kernels, which takes no time, for each size of shared memory."""
     pytest.importorskip("cupy")
@@ -411,13 +448,85 @@ def test_few_rows_of_16_bits_run_on_tensor_cores(arch, tmp_path):
     assert found["HMMA"] == 2 * 4 * 2 + 16 and found["LDGSTS"] >= 16
 
 
+def instructions(program, kernel, tmp_path):
+    """How often each instruction stands in a kernel, without its modifiers."""
+    file = tmp_path / "kernel.cubin"
+    file.write_bytes(compiler.compile_log(program.text, program.arch)[0])
+    code = subprocess.run([disassembler(), "-c", file], capture_output=True, text=True, check=True, timeout=120).stdout
+    (body,) = re.findall(rf"^\.text\.{kernel}:$(.*?)(?=^\.text|\Z)", code, re.DOTALL | re.MULTILINE)
+    return Counter(re.findall(r"^\s*/\*\w+\*/\s+(?:@!?U?P\w+ )?([A-Z][A-Z0-9]+)", body, re.MULTILINE))
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES[1:])
+@pytest.mark.parametrize("d", [64, 128])
+def test_gradients_of_16_bits_run_on_tensor_cores(d, arch, tmp_path):
+    """A warp has sixteen keys, 64 rows of Q at a time, for four products; in dQ it has its share of all rows and keys.
+    The sums of dQ go to memory sixteen bytes at a time where the hardware can. On sm_90 of a call that its own kernel
+    leaves to this one."""
+    pytest.importorskip("cupy")
+    options = "causal, M given" if arch == "sm_90a" else "causal"
+    program, side = programs(Case(arch, "fa2_backward", "bfloat16", d, options))
+    assert (program.file, side.file) == ("mma/fa2_backward.cu", "side_gradients.cu")
+    found = instructions(program, "fa2_backward_keys", tmp_path)
+    warps, br = program.launched["fa2_backward_keys"][0] // 32, int(re.search(r"int BR = (\d+);", program.text)[1])
+    pieces = d // 8  # of 16 x 8 numbers, in sixteen rows
+    assert found["HMMA"] == (4 * 64 + br) // 16 * pieces
+    assert found["LDSM"] <= 0.6 * found["HMMA"]
+    additions = sum(count for name, count in found.items() if name.startswith("RED"))
+    assert additions == br // 16 * pieces // warps * (1 if int(re.search(r"\d+", arch)[0]) >= 90 else 4)
+    assert not found.keys() & {"LDL", "STL"}
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES[1:])
+@pytest.mark.parametrize("d", [64, 128])
+def test_many_rows_of_16_bits_run_on_tensor_cores(arch, d, tmp_path):
+    """A warp's tile takes a product for each 16 rows, 8 keys and 16 numbers of d, and as many of P V; operands come
+    four registers at a time, from copies that pass registers by. Nothing goes to memory in between. On sm_90 of a call
+    that its own kernel leaves to this one."""
+    pytest.importorskip("cupy")
+    options = "M given" if arch == "sm_90a" else "plain"
+    (program,) = programs(Case(arch, "fa2_forward", "bfloat16", d, options))
+    assert program.file == "mma/fa2_forward.cu"
+    found = instructions(program, "fa2_forward", tmp_path)
+    br, bc = (int(re.search(rf"\b{name} = (\d+);", program.text)[1]) for name in ("BR", "BC"))
+    steps = d // 16, min(d // 16, 4 if arch in ("sm_100a", "sm_120") else 16)  # of P V and of Q K^T that are unrolled
+    assert found["HMMA"] == br // 64 * (bc // 8) * sum(steps)
+    assert found["LDSM"] == br // 64 * steps[1] + bc // 16 * sum(steps)
+    assert found["LDGSTS"] >= (br + 2 * bc) // 16 * (d // 64)
+    assert not found["LDL"] and not found["STL"]
+
+
+@pytest.mark.parametrize("options", ["plain", "causal", "packed"])
+@pytest.mark.parametrize("dtype, d", [("bfloat16", 64), ("bfloat16", 128), ("float16", 128)])
+def test_backward_products_of_warpgroups_overlap(dtype, d, options, tmp_path):
+    """The assembler leaves them side by side, no register goes to memory, and P is computed while dP is under way."""
+    pytest.importorskip("cupy")
+    tool, file = disassembler(), tmp_path / "kernel.cubin"
+    program = next(p for p in programs(Case("sm_90a", "fa2_backward", dtype, d, options)) if p.file.startswith("sm90/"))
+    cubin, log = compiler.compile_log(program.text, program.arch)
+    assert not re.findall(r"\(C75\d\d\).*", log)
+    file.write_bytes(cubin)
+    code = subprocess.run([tool, "-c", file], capture_output=True, text=True, check=True, timeout=120).stdout
+    code = code[code.index(".text.fa2_backward_keys") :]
+    code = re.findall(r"(HGMMA|WARPGROUP\.DEPBAR|MUFU\.EX2|LDL|STL|REDG|EXIT)\b", code)
+    found = Counter(code)
+    br, bc = (128, 128) if d == 64 else (64, 128)
+    # S and dP are sums over d, dQ over keys, dK and dV over rows; dP has 64 rows at a time
+    assert found["HGMMA"] == d // 16 * (1 + br // 64) + bc // 16 + 2 * br // 16
+    assert not found["LDL"] and not found["STL"] and found["REDG"] == 8
+    first = code.index("WARPGROUP.DEPBAR")
+    under_way = code[first + 1 : code.index("WARPGROUP.DEPBAR", first + 1)]
+    assert Counter(under_way)["MUFU.EX2"] == 32
+
+
 @pytest.mark.parametrize("arch, dtype", [("sm_75", "float32"), ("sm_90a", "float32"), ("sm_90a", "float64")])
 def test_products_run_on_the_units_that_the_plan_chose(arch, dtype, tmp_path):
     """Tensor cores would cut float32 to fewer bits; only kernels that split its numbers first may use them. float64 is
     multiplied by those that take it; its other multiply-adds are the exponential."""
     pytest.importorskip("cupy")
     tool, file = disassembler(), tmp_path / "kernel.cubin"
-    (program,) = programs(Case(arch, "fa2_forward", dtype, 64, "plain"))
+    program, *more = programs(Case(arch, "fa2_forward", dtype, 64, "plain"))
+    assert [one.file for one in more] == ["mma/split_inputs.cu"] * ((arch, dtype) == ("sm_90a", "float32"))
     file.write_bytes(compiler.compile_log(program.text, program.arch)[0])
     code = subprocess.run([tool, "-c", file], capture_output=True, text=True, check=True, timeout=120).stdout
     found = Counter(re.findall(r"\b(FFMA|DFMA|HMMA|DMMA)\b", code))

@@ -78,7 +78,7 @@ def test_keys_in_parts(dtype, name):
     """Grids too small for the device: thread blocks share the keys. The bits are the same each time."""
     case = {
         "few rows": make(B=1, Hq=2, Tq=5, Tk=3000, d=64, dtype=dtype),
-        "a triangle": make(B=1, Hq=2, Hkv=1, Tq=1100, d=40, dv=24, dtype=dtype, causal=True),
+        "a triangle": make(B=1, Hq=2, Hkv=1, Tq=3000, d=40, dv=24, dtype=dtype, causal=True),
         "options": make(B=2, Hq=2, Tq=33, Tk=2500, d=72, dtype=dtype, causal=True, dropout=0.2, softcap=5.0,
                         sinks=np.array([0.5, -1.0], np.float32), alibi_slopes=np.array([0.01, 0.002])),
         "padding": make(B=2, Hq=2, Tq=300, Tk=2500, d=64, dtype=dtype, causal=True, q_lengths=[300, 7],

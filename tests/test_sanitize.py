@@ -51,6 +51,21 @@ def test_the_calls_reach_every_kernel_both_ways_of_every_switch(monkeypatch):
     assert len(switches) > 10 and all(values == {"0", "1"} for values in switches.values()), switches
 
 
+@pytest.mark.parametrize("name", sanitize.halves())
+def test_calls_of_16_bits_go_where_their_names_say(name, monkeypatch):
+    """On sm_90: to kernels of warpgroups, but for those of the backward pass that have none."""
+    monkeypatch.setattr(gpu, "to_kind", lambda array, kind: Array(array.shape, array.dtype))
+    device, case = Device("sm_90a"), sanitize.halves()[name]
+    with device.current():
+        moved = gpu.on_gpu(case)
+        moved.backward(*moved.forward())
+    forward, backward, *_ = (program.file for program in device.programs)
+    ours = name.startswith("warpgroups")
+    assert forward == ("sm90" if ours or name in ("mma, d = 256", "mma, deterministic") else "mma") + "/fa2_forward.cu"
+    plain = ours and name not in ("warpgroups, softcap, alibi", "warpgroups, d = 192")
+    assert backward == ("sm90" if plain else "mma") + "/fa2_backward.cu"
+
+
 @pytest.mark.parametrize("change", [lambda x: 1.01 * x, lambda x: np.where(x == 3, np.inf, x), lambda x: x - np.nan])
 def test_wrong_results_are_caught(change):
     want = np.arange(8, dtype=np.float32)

@@ -10,7 +10,9 @@ from rawflash import tiling
 from rawflash.errors import BackendError, ProblemError, TileError
 from rawflash.hardware import CHIPS, Chip, chip, chip_of, kernels_on
 from rawflash.problem import Problem
-from rawflash.tiling import DAO_BACKWARD_BLOCKS, RESIDENT, STREAMED, Tiles, key_ranges, parts_of, plan_tiles
+from rawflash.tiling import (
+    DAO_BACKWARD_BLOCKS, RESIDENT, SPLIT_INPUTS, SPLIT_LEAST, STREAMED, Tiles, key_ranges, parts_of, plan_tiles,
+)  # fmt: skip
 from rawflash.traffic import visits
 
 LOOPS = Chip("loops", 1 << 16, 1, "loops")
@@ -259,6 +261,141 @@ def test_halves_do_not_share_out_keys():
     assert plan_tiles(replace(asked, softcap=1.0), row, "forward").parts > 1
 
 
+def by_raw(name="sm_100", processors=None, **more):
+    row = replace(kernels_on("cupy_raw", chip(name)), processors=processors)
+    return plan_tiles(problem(**(HALF | dict(backend="cupy_raw") | more)), row, "forward")
+
+
+@pytest.mark.parametrize("name, d, dv, shape, smem_bytes", [
+    ("sm_100", 64, 64, (128, 128), 48 << 10),
+    ("sm_100", 20, 33, (128, 128), 48 << 10),
+    ("sm_100", 128, 128, (128, 64), 64 << 10),
+    ("sm_100", 72, 40, (128, 64), 56 << 10),  # rows of Q are as long as those of O, or longer
+    ("sm_100", 40, 72, (128, 64), 56 << 10),
+    ("sm_100", 192, 128, (64, 64), 64 << 10),
+    ("sm_100", 256, 256, (64, 64), 96 << 10),
+    ("sm_80", 256, 256, (64, 32), 64 << 10),  # two thread blocks share 163 KiB
+    ("sm_86", 64, 64, (128, 128), 48 << 10),
+    ("sm_89", 128, 128, (128, 32), 48 << 10),
+    ("sm_120", 256, 256, (64, 64), 96 << 10),
+])  # fmt: skip
+def test_forward_of_halves_by_cupy_raw(name, d, dv, shape, smem_bytes):
+    tiles = by_raw(name, d=d, dv=dv)
+    assert (tiles.br, tiles.bc, tiles.smem_bytes, tiles.family) == (*shape, smem_bytes, "mma")
+    assert tiles.threads == 128 and tiles.br % (16 * 4) == 0
+    assert "tensor cores" in str(tiles) and str(tiles.on_chip_bytes) in str(tiles)
+
+
+@pytest.mark.parametrize("options", [
+    dict(softcap=2.0), dict(bias=(1, 1, 4, 4)), dict(alibi=True), dict(dropout=0.5), dict(mask="dense"),
+    dict(scale=1.0), dict(deterministic=True), dict(causal=True), dict(varlen=True), dict(sinks=True),
+])  # fmt: skip
+def test_forward_of_halves_by_cupy_raw_takes_every_option(options):
+    """Blocks are narrower where scores are worked on."""
+    tiles = by_raw(d=64, dv=64, **options)
+    plain = {"deterministic", "causal", "varlen", "sinks"} & options.keys()
+    assert (tiles.family, tiles.br, tiles.bc) == ("mma", 128, 128 if plain else 64)
+
+
+def test_other_calls_of_halves_are_multiply_adds():
+    assert by_raw("sm_75").family == "simt"
+    assert by_raw(sram=8 << 10, d=32, dv=32).family == "simt"
+    assert by_raw(algorithm="fa1").family == "simt"
+    assert by_raw(T=tiling.MMA_LONGEST).family == "simt"
+    for d, dv in ((257, 64), (64, 257)):  # no kernel has them, but `explain` says what a plan would be
+        for direction in ("forward", "backward"):
+            wide = problem(**(HALF | dict(backend="cupy_raw", d=d, dv=dv)))
+            assert plan_tiles(wide, kernels_on("cupy_raw", chip("sm_100")), direction).family == "simt"
+    assert by_raw(dtype="float32").family == "split inputs"
+
+
+@given(st.integers(1, 256), st.integers(1, 256), st.integers(1, 1 << 18), st.sampled_from(sorted(CHIPS)))
+def test_forward_of_halves_by_cupy_raw_fits_the_limit_of_the_caller(d, dv, sram, name):
+    try:
+        tiles = by_raw(name, d=d, dv=dv, sram=sram)
+    except TileError:
+        return
+    assert tiles.smem_bytes <= min(sram, chip(name).on_chip_bytes)
+
+
+def test_few_blocks_of_halves_are_low_and_share_keys():
+    """Not more thread blocks than multiprocessors: lower ones, and, if these are few as well, parts of the keys."""
+    assert by_raw(processors=132, T=2048, Hq=32).br == 128  # 512 of them
+    low = by_raw(processors=132, T=2048, Hq=8)
+    assert (low.br, low.bc, low.parts) == (64, 64, 1)
+    few = by_raw(processors=132, T=4096, Hq=1)
+    assert few.br == 64 and few.parts == 2 and few.part_keys % few.bc == 0
+    assert by_raw(processors=132, T=4096, Hq=1, sram=1 << 18).br == 128
+    assert by_raw(processors=132, T=512, Hq=1).parts == 1  # merging would take longer
+
+
+# ---- 16-bit gradients of cupy_raw ---------------------------------------------------------------------
+
+
+def raw_backward(name="sm_100", processors=None, **more):
+    asked = problem(**(dict(dtype="bfloat16", backend="cupy_raw") | more))
+    return plan_tiles(asked, replace(kernels_on("cupy_raw", chip(name)), processors=processors), "backward")
+
+
+@pytest.mark.parametrize("name, d, dv, shape, smem_bytes", [
+    ("sm_100", 64, 64, (128, 128, 256), 133184),
+    ("sm_80", 128, 128, (64, 128, 256), 148544),
+    ("sm_80", 192, 192, (64, 64, 256), 164928),
+    ("sm_100", 256, 256, (64, 64, 256), 214080),  # Q and dO of two steps
+    ("sm_80", 256, 1, (64, 64, 256), 140352),
+    ("sm_80", 256, 256, (64, 64, 256), 148032),
+    ("sm_89", 64, 7, (64, 128, 256), 83008),
+    ("sm_89", 128, 128, (64, 64, 128), 74304),
+    ("sm_120", 250, 250, (32, 32, 128), 74048),
+    ("sm_86", 130, 190, (32, 64, 256), 90432),
+])  # fmt: skip
+def test_gradients_of_halves_on_tensor_cores(name, d, dv, shape, smem_bytes):
+    tiles = raw_backward(name, d=d, dv=dv)
+    assert (tiles.family, tiles.br, tiles.bc, tiles.threads) == ("mma", *shape)
+    assert tiles.smem_bytes == smem_bytes <= chip(name).on_chip_bytes
+    assert "on tensor cores" in str(tiles)
+    assert tiles.threads == 2 * tiles.bc * (2 if max(d, dv) > 128 else 1)
+
+
+@pytest.mark.parametrize("options", [
+    dict(bias=(1, 1, 4096, 4096)), dict(alibi=True), dict(softcap=2.0), dict(dropout=0.1), dict(mask="dense"),
+    dict(scale=0.0), dict(scale=-1.0), dict(deterministic=True), dict(varlen=True), dict(causal=True, window=(3, 3)),
+])  # fmt: skip
+def test_gradients_of_halves_take_every_option(options):
+    assert raw_backward(**options) == raw_backward()
+
+
+@pytest.mark.parametrize("options", [
+    dict(dtype="float64"), dict(algorithm="fa1"), dict(sram=20000), dict(name="sm_75"),
+])  # fmt: skip
+def test_other_gradients_have_other_kernels(options):
+    tiles = raw_backward(**options)
+    assert tiles.family != "mma" and not tiles.threads
+
+
+@given(st.integers(1, 256), st.integers(1, 256), st.integers(9000, 1 << 18), st.sampled_from(sorted(CHIPS)))
+def test_gradients_of_halves_fit_the_limit_of_the_caller(d, dv, sram, name):
+    try:
+        tiles = raw_backward(name, d=d, dv=dv, sram=sram)
+    except TileError:
+        return
+    assert tiles.smem_bytes <= min(sram, chip(name).on_chip_bytes)
+    if tiles.family == "mma":  # a thread has one number of lse or delta
+        assert tiles.threads >= 2 * tiles.br
+
+
+def test_fewer_keys_where_processors_would_be_idle():
+    """64 keys a block: many blocks of 128 but too few, or such of uneven work; not where that saves nothing."""
+    few = dict(B=1, Hq=16, Hkv=16, T=1024, d=128)
+    assert raw_backward(processors=132, causal=True, **few).bc == 64
+    assert raw_backward(processors=None, causal=True, **few).bc == 128
+    assert raw_backward(processors=132, **few).bc == 128  # 128 blocks, all alike
+    assert raw_backward(processors=132, **(few | dict(Hq=4, Hkv=4))).bc == 64  # 32 of them
+    assert raw_backward(processors=132, causal=True, **(few | dict(B=64))).bc == 128
+    assert [raw_backward(processors=132, **(few | dict(B=B))).bc for B in (2, 3, 4, 5)] == [128] * 4
+    assert raw_backward(processors=132, causal=True, sram=1 << 18, **few).bc == 128
+
+
 # ---- keys shared out over thread blocks -------------------------------------------------------------
 
 
@@ -354,3 +491,147 @@ def test_parts_of_few_rows_cover_their_keys(parts):
         _, most = tiling._few_mma_parts(keys, parts, tiling.FEW_MMA_STEP)
         assert 1 <= count <= parts and most == max(turns[0], 1) * turn
         assert count == 1 or min(turns) >= tiling.FEW_MMA_LEAST // turn
+
+
+# ---- sm_90's own kernels -----------------------------------------------------------------------------
+
+
+WGMMA = dict(dtype="bfloat16", backend="cupy_raw", B=2, Hq=8, Hkv=2)
+H200 = replace(kernels_on("cupy_raw", chip("sm_90")), processors=132)
+
+
+def on_warpgroups(**more):
+    return plan_tiles(problem(**(WGMMA | more)), H200, "forward")
+
+
+@pytest.mark.parametrize("d, dv, shape, buffers, own", [
+    (64, 64, (192, 128), 2, True),
+    (8, 40, (192, 128), 2, True),
+    (128, 128, (128, 128), 2, True),
+    (96, 96, (128, 128), 2, True),
+    (192, 128, (128, 128), 1, False),
+    (192, 192, (128, 96), 1, False),
+    (256, 256, (128, 80), 1, False),
+    (64, 256, (128, 80), 2, True),  # O has no room in Q's place
+])  # fmt: skip
+def test_blocks_of_warpgroups(d, dv, shape, buffers, own):
+    for dtype in ("float16", "bfloat16"):
+        tiles = on_warpgroups(d=d, dv=dv, dtype=dtype)
+        assert (tiles.family, tiles.br, tiles.bc) == ("wgmma", *shape)
+        assert tiles.smem_bytes <= chip("sm_90").on_chip_bytes
+        constants = dict(tiles.constants)
+        assert constants["Q_BUFFERS"] == buffers and constants["OWN_O"] == own
+        groups = tiles.br // 64  # registers are given out by warpgroups, and these enter with what all can have
+        entering = 65536 // (128 * (groups + 1)) // 8 * 8
+        taken = constants["PRODUCER_REGISTERS"] + groups * constants["CONSUMER_REGISTERS"]
+        assert taken <= (groups + 1) * min(entering, 168)
+        assert "wgmma" in str(tiles) and "tensor maps" in str(tiles)
+
+
+def test_what_leaves_more_registers_for_options():
+    for option in (dict(alibi=True), dict(softcap=3.0)):
+        assert [on_warpgroups(d=d, dv=d, **option).bc for d in (64, 128, 192, 256)] == [128, 128, 96, 64]
+        assert on_warpgroups(**option).br == 128
+
+
+@pytest.mark.parametrize("options", [
+    dict(causal=True), dict(window=(3, 5)), dict(varlen=True), dict(ragged=True), dict(softcap=2.0), dict(alibi=True),
+    dict(sinks=True), dict(scale=0.3), dict(Tk=1), dict(deterministic=True), dict(layout="bthd"),
+])  # fmt: skip
+def test_problems_of_warpgroups(options):
+    tiles, uneven = on_warpgroups(**options), {"causal", "window", "varlen", "ragged"}
+    assert tiles.family == "wgmma"
+    assert tiles.grid == min(132, 16 * -(-options.get("Tq", 4096) // tiles.br))
+    assert dict(tiles.constants)["DYNAMIC"] == bool(uneven & options.keys())
+
+
+@pytest.mark.parametrize("options", [
+    dict(dtype="float32"), dict(dtype="float64"), dict(algorithm="fa1"), dict(dv=36), dict(d=264, dv=264),
+    dict(page=16), dict(bias=(1, 1, 4096, 4096)), dict(dropout=0.1), dict(mask="dense"), dict(scale=0.0),
+    dict(scale=-1.0), dict(scale=1e25), dict(softcap=1e30), dict(sram=65536), dict(Tq=16), dict(Tk=0),
+    dict(boxes=False), dict(B=1 << 24, Tq=17),
+])  # fmt: skip
+def test_other_problems_go_where_they_went(options):
+    plan = on_warpgroups(**options)
+    assert plan.family != "wgmma" and plan.grid == 0 and plan.constants == ()
+    elsewhere = plan_tiles(problem(**(WGMMA | options)), replace(H200, name="sm_91"), "forward")
+    assert plan == replace(elsewhere, chip="sm_90")
+
+
+def test_few_pieces_are_left_to_kernels_that_share_keys_out():
+    for pieces in (16, 48, 56):
+        family = "wgmma" if pieces > 0.4 * 132 else "mma"
+        for direction in ("forward", "backward"):
+            asked = problem(**(WGMMA | dict(B=pieces // 8, Hkv=8, Tq=100, Tk=100)))
+            assert plan_tiles(asked, H200, direction).family == family
+            assert plan_tiles(asked, replace(H200, processors=None), direction).family == "wgmma"
+    assert on_warpgroups(B=1, Hq=1, Hkv=1, Tq=128, Tk=16384).parts > 1
+
+
+def test_other_chips_have_no_warpgroups():
+    for row in CHIPS.values():
+        for backend in ("cupy_raw", "numba_cuda"):
+            family = plan_tiles(problem(**(WGMMA | dict(backend=backend))), kernels_on(backend, row), "forward").family
+            assert (family == "wgmma") == ((row.name, backend) == ("sm_90", "cupy_raw"))
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_backward_passes_of_16_bits_on_sm_90(dtype):
+    """Tiles of cuda/sm90/fa2_backward.cu, for what that has; other calls and other chips are planned as ever."""
+
+    def planned(arch="sm_90", direction="backward", backend="cupy_raw", **options):
+        fixed = dict(B=2, Hq=8, Hkv=2, Tq=300, Tk=5000, d=64, dv=64, dtype=dtype, backend=backend)
+        return plan_tiles(Problem(**(fixed | options)), kernels_on(backend, chip(arch)), direction)
+
+    for d in range(8, 129, 8):
+        for dv in (8, 64, 72, 128):
+            tiles = planned(d=d, dv=dv, causal=True)
+            assert tiles.family == tiling.WGMMA
+            assert (tiles.br, tiles.bc) == (64 if max(d, dv) > 64 else 128, 128)
+            assert tiles.smem_bytes <= chip("sm_90").on_chip_bytes
+    assert planned(varlen=True, sinks=True).family == tiling.WGMMA
+    for line in ("barriers", "P and dS in 16, sums in 32 bits", "products by warpgroups (wgmma)"):
+        assert line in str(planned())
+    others = [
+        dict(d=20), dict(dv=136), dict(d=136), dict(boxes=False), dict(Tq=0), dict(Tk=0), dict(deterministic=True),
+        dict(softcap=3.0), dict(alibi=True), dict(dropout=0.1), dict(bias=(1, 1, 1, 9)), dict(scale=-1.0),
+        dict(sram=1 << 18), dict(algorithm="fa1"), dict(dtype="float32"), dict(arch="sm_100"), dict(arch="sm_80"),
+        dict(backend="numba_cuda"),
+    ]  # fmt: skip
+    assert not any(planned(**other).family == tiling.WGMMA for other in others)
+
+
+# ---- float32 from parts that were split before ---------------------------------------------------------------------
+
+
+def float32(direction="forward", arch="sm_90", **more):
+    return plan_tiles(problem(backend="cupy_raw", **more), kernels_on("cupy_raw", chip(arch)), direction)
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+@pytest.mark.parametrize("d", [8, 64, 72, 128])
+def test_float32_is_split_before(d, direction):
+    tiles = float32(direction, d=d, dv=d)
+    wide = d > 64
+    assert tiles.family == SPLIT_INPUTS and tiles.smem_bytes <= tiles.on_chip_bytes
+    assert (tiles.br, tiles.bc) == ((128, 64) if direction == "forward" else (64, 64) if wide else (64, 128))
+    matrices = {tile.name: tile.bytes for tile in tiles.resident if tile.itemsize == 2}
+    assert matrices["K"] == 3 * tiles.bc * (128 if wide else 64) * 2
+    assert "split once before" in str(tiles)
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+@pytest.mark.parametrize("more", [
+    dict(T=SPLIT_LEAST - 1), dict(Tq=1), dict(Tk=100), dict(window=(SPLIT_LEAST // 2, 0)), dict(d=136, dv=136),
+    dict(dv=136), dict(sram=232448), dict(softcap=1.0), dict(alibi=True), dict(dropout=0.1), dict(bias=(1, 1, 1, 4096)),
+    dict(page=16), dict(dtype="float64"), dict(dtype="float16"), dict(algorithm="fa1"), dict(arch="sm_80"),
+    dict(arch="sm_89"),
+], ids=str)  # fmt: skip
+def test_other_calls_are_not(more, direction):
+    if not ({"page"} & more.keys() and direction == "backward"):
+        assert float32(direction, **more).family != SPLIT_INPUTS
+
+
+def test_only_forward_passes_are_split_before_if_deterministic():
+    assert float32(deterministic=True).family == SPLIT_INPUTS
+    assert float32("backward", deterministic=True).family == "split"

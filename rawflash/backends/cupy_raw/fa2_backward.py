@@ -1,30 +1,114 @@
-"""FlashAttention-2, backward pass: the launcher of ``cuda/fa2_backward.cu`` and ``cuda/side_gradients.cu``."""
+"""FlashAttention-2, backward pass: the launcher of ``fa2_backward.cu`` (in ``cuda``, ``cuda/mma``, ``cuda/sm90``) and
+of ``cuda/side_gradients.cu``."""
 
 from __future__ import annotations
 
+from typing import Any
+
 from rawflash.arrays import Target
-from rawflash.backends.cupy_raw.launch import SIDE, blocks_of, launcher, side_gradients
+from rawflash.backends.cupy_raw.launch import SIDE, Launcher, blocks_of, launcher, side_gradients, split_inputs
+from rawflash.backends.cupy_raw.tensor_map import Box
 from rawflash.problem import Operands, Problem
-from rawflash.tiling import Tiles
+from rawflash.tiling import MMA, SPLIT_INPUTS, WGMMA, WGMMA_SLAB, Tiles
+
+FILE, FILE_MMA = "fa2_backward.cu", "mma/fa2_backward.cu"
+PIECE_ROWS, PIECE_COLUMNS = 16, 8  # of dQ's sums in mma/fa2_backward.cu
+WGMMA_THREADS = 384  # a warpgroup that copies, two that compute
+SECTION_BYTES = 32 << 20  # of L2, for the heads whose keys are taken in turn
+PATCH_ROWS, PATCH_COLUMNS, WARP = 16, 8, 32  # of dQ in mma/split_backward.cu, each added by a warp
 
 
 def fa2_backward(problem: Problem, tiles: Tiles, x: Operands, grads: dict[str, Target]) -> None:
     """Write all of every gradient."""
-    kernels = launcher("fa2_backward.cu", problem, tiles, x, {"d" + name: grads[name] for name in ("q", "k", "v")})
+    if tiles.family == SPLIT_INPUTS:
+        return _split(problem, tiles, x, grads)
+    if tiles.family == WGMMA:
+        return _wgmma(problem, tiles, x, grads)
+    pieces = tiles.family == MMA and problem.backend == "cupy_raw"
+    kernels = launcher(
+        FILE_MMA if pieces else FILE, problem, tiles, x, {"d" + name: grads[name] for name in ("q", "k", "v")}
+    )
     rows = x.q.shape[0] * x.q.shape[1] * x.q.shape[2]
     # delta = rowsum(dO * O) - dlse
     delta = side_gradients(problem, tiles, x, grads)
-    dQ = None if problem.deterministic else kernels.workspace(rows * problem.d, zero=True)
-    key_blocks, query_blocks = blocks_of(problem.Tk, tiles.bc), blocks_of(problem.Tq, tiles.br)
-    call = kernels.call(problem, x, {
-        "dq.data": grads["q"].address, "dk.data": grads["k"].address, "dv.data": grads["v"].address,
-        "delta.data": delta.data.ptr, "sums": 0 if dQ is None else dQ.data.ptr, "blocks": key_blocks,
-    })  # fmt: skip
+    numbers = _numbers_of_pieces(problem, x) if pieces else rows * problem.d
+    dQ = None if problem.deterministic else kernels.workspace(numbers, zero=True)
+    key_blocks = blocks_of(problem.Tk, tiles.bc)
+    query_blocks = blocks_of(problem.Tq, tiles.bc if pieces and problem.deterministic else tiles.br)
+    call = _call(kernels, problem, x, grads, delta, dQ, key_blocks)
     if problem.varlen:
         kernels.run_over("clear_gradients", max(rows, x.k.shape[1] * x.k.shape[2]), call)
     kernels.run("fa2_backward_keys", key_blocks * problem.Hkv * problem.B, call, tiles.smem_bytes)
+    by_query = kernels.call(problem, x, {"blocks": query_blocks}, call)
     if problem.deterministic:
-        kernels.run("fa2_backward_queries", query_blocks * problem.Hq * problem.B,
-                    kernels.call(problem, x, {"blocks": query_blocks}, call), tiles.smem_bytes)  # fmt: skip
+        kernels.run("fa2_backward_queries", query_blocks * problem.Hq * problem.B, by_query, tiles.smem_bytes)
+    elif pieces:
+        kernels.run("fa2_backward_finish", query_blocks * problem.Hq * problem.B, by_query)
     else:
         kernels.run_over("fa2_backward_finish", rows, call, threads_each=SIDE)
+
+
+def _numbers_of_pieces(problem: Problem, x: Operands) -> int:
+    """Of dQ's sums (``pieces_of``): sixteen rows each, with packed sequences each from a multiple of sixteen on."""
+    slots, heads, rows = x.q.shape[:3]
+    each = rows // PIECE_ROWS + problem.B + 1 if problem.varlen else blocks_of(rows, PIECE_ROWS)
+    return slots * heads * each * PIECE_ROWS * blocks_of(problem.d, PIECE_COLUMNS) * PIECE_COLUMNS
+
+
+def _wgmma(problem: Problem, tiles: Tiles, x: Operands, grads: dict[str, Target]) -> None:
+    """The same by the kernels of sm_90: dQ's sums lie in blocks of whole tiles."""
+    boxes = (Box("q", tiles.br), Box("k", tiles.bc), Box("v", tiles.bc), Box("dout", tiles.br))
+    heads, rows, columns = x.q.shape[0] * x.q.shape[1], x.q.shape[2], blocks_of(problem.d, WGMMA_SLAB) * WGMMA_SLAB
+    written = {"d" + name: grads[name] for name in ("q", "k", "v")}
+    kernels = launcher("sm90/fa2_backward.cu", problem, tiles, x, written, boxes, section=_section(problem))
+    delta = side_gradients(problem, tiles, x, grads)
+    key_blocks, query_blocks = blocks_of(problem.Tk, tiles.bc), blocks_of(problem.Tq, tiles.br)
+    # Packed sequences begin new blocks; how many all of them have may be known on the device only
+    blocks = heads * (rows // tiles.br + problem.B if problem.varlen else query_blocks)
+    dQ = kernels.workspace(blocks * tiles.br * columns, zero=True)
+    call = _call(kernels, problem, x, grads, delta, dQ, key_blocks)
+    if problem.varlen:
+        kernels.run_over("clear_gradients", max(heads * rows, x.k.shape[1] * x.k.shape[2]), call)
+    kernels.run("fa2_backward_keys", key_blocks * problem.Hkv * problem.B, call, tiles.smem_bytes, WGMMA_THREADS)
+    kernels.run("fa2_backward_finish", query_blocks * problem.Hq * problem.B, call, tiles.br * columns * 2)
+
+
+def _section(problem: Problem) -> int:
+    """How many K/V heads have their keys taken in turn, long columns first: as many as L2 can hold; 1: no band."""
+    if problem.band.lower is None and problem.band.upper is None:
+        return 1
+    rows = problem.Tk + problem.group * problem.Tq
+    nbytes = rows * (problem.d + problem.dv) * 2 + problem.group * problem.Tq * problem.d * 4
+    return max(min(SECTION_BYTES // nbytes, problem.B * problem.Hkv), 1)
+
+
+def _call(kernels: Launcher, problem: Problem, x: Operands, grads: dict[str, Target], delta: Any, dQ: Any, blocks: int
+          ) -> Any:  # fmt: skip
+    return kernels.call(problem, x, {
+        "dq.data": grads["q"].address, "dk.data": grads["k"].address, "dv.data": grads["v"].address,
+        "delta.data": delta.data.ptr, "sums": 0 if dQ is None else dQ.data.ptr, "blocks": blocks,
+    })  # fmt: skip
+
+
+def _split(problem: Problem, tiles: Tiles, x: Operands, grads: dict[str, Target]) -> None:
+    kernels = launcher(
+        "mma/split_backward.cu", problem, tiles, x, {"d" + name: grads[name] for name in ("q", "k", "v")}
+    )
+    slots, heads, rows, d = x.q.shape
+    delta = side_gradients(problem, tiles, x, grads)
+    # dQ in patches of 16 rows and 8 columns; of packed sequences each begins with a patch of its own
+    patches = rows // PATCH_ROWS + problem.B if problem.varlen else blocks_of(rows, PATCH_ROWS)
+    columns = blocks_of(d, 2 * PATCH_COLUMNS) * 2
+    dQ = kernels.workspace(slots * heads * patches * columns * PATCH_ROWS * PATCH_COLUMNS, zero=True)
+    inputs, words = split_inputs(problem, tiles, x)
+    key_blocks = blocks_of(problem.Tk, tiles.bc)
+    call = kernels.call(problem, x, words | {
+        "dq.data": grads["q"].address, "dk.data": grads["k"].address, "dv.data": grads["v"].address,
+        "delta.data": delta.data.ptr, "sums": dQ.data.ptr, "blocks": key_blocks,
+        "parts": patches,
+    })  # fmt: skip
+    if problem.varlen:
+        kernels.run_over("clear_gradients", max(slots * heads * rows, x.k.shape[1] * x.k.shape[2]), call)
+    kernels.run("fa2_backward_keys", key_blocks * problem.Hkv * problem.B, call, tiles.smem_bytes)
+    found = problem.B * problem.Hq * blocks_of(problem.Tq, PATCH_ROWS) * columns
+    kernels.run_over("fa2_backward_finish", found, call, threads_each=WARP)

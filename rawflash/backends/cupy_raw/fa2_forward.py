@@ -1,22 +1,36 @@
-"""FlashAttention-2, forward pass: the launcher of ``cuda/fa2_forward.cu`` and ``cuda/fa2_few_rows.cu``."""
+"""FlashAttention-2, forward pass: the launcher of ``fa2_forward.cu`` (in ``cuda``, ``cuda/mma``, ``cuda/sm90``) and
+``fa2_few_rows.cu``."""
 
 from __future__ import annotations
 
+import os
+from dataclasses import replace
+
 from rawflash.arrays import Target
-from rawflash.backends.cupy_raw.launch import blocks_of, launcher
+from rawflash.backends.cupy_raw.launch import blocks_of, launcher, split_inputs
+from rawflash.backends.cupy_raw.tensor_map import Box
 from rawflash.problem import Operands, Problem
-from rawflash.tiling import FEW_MMA, FEW_MMA_LEAST, Tiles
+from rawflash.tiling import FEW_MMA, FEW_MMA_LEAST, MMA, SPLIT_INPUTS, WGMMA, WGMMA_ROWS, WGMMA_SECTION, Tiles
+
+MERGED_ROWS = 16  # of a thread block of mma/fa2_forward.cu's merge
+EXACT_MAXIMUM = "RAWFLASH_EXACT_MAXIMUM"  # in the environment, "1": the maximum of a row is never left behind
+WARP_ROWS = 16  # of the output, that a warp of sm90/fa2_forward.cu stores
+THREADS_OF_GROUP, WARPS_OF_GROUP = 128, 4
 
 
 def fa2_forward(problem: Problem, tiles: Tiles, x: Operands, out: Target, lse: Target) -> None:
     """Write ``out`` and ``lse``, all of both."""
     if tiles.family == FEW_MMA:
         return _few_rows(problem, tiles, x, out, lse)
+    if tiles.family == WGMMA:
+        return _warpgroups(problem, tiles, x, out, lse)
     blocks, parts = blocks_of(problem.Tq, tiles.br), tiles.parts
-    kernels = x.memo.get("fa2_forward.cu") or launcher(
-        "fa2_forward.cu", problem, tiles, x, {"o": out, "lse": lse}, blocks=blocks, parts=parts,
-        part_keys=tiles.part_keys,
-    )  # fmt: skip
+    halves = tiles.family == MMA and problem.backend == "cupy_raw"
+    split = tiles.family == SPLIT_INPUTS
+    file = "mma/fa2_forward.cu" if halves else "mma/split_forward.cu" if split else "fa2_forward.cu"
+    kernels = x.memo.get(file) or launcher(
+        file, problem, tiles, x, {"o": out, "lse": lse}, blocks=blocks, parts=parts, part_keys=tiles.part_keys
+    )
     values = {"o.data": out.address, "lse.data": lse.address}
     if parts > 1:
         # O, m and l of every part; O of the first lies in the output where that has numbers as wide
@@ -24,12 +38,16 @@ def fa2_forward(problem: Problem, tiles: Tiles, x: Operands, out: Target, lse: T
         kept = parts - (problem.dtype == problem.compute_dtype)
         O, m, l = (kernels.workspace(rows * n) for n in (kept * problem.dv, parts, parts))
         values |= {"sums": O.data.ptr, "m.data": m.data.ptr, "l.data": l.data.ptr}
+    if split:
+        inputs, words = split_inputs(problem, tiles, x)
+        values |= words
     call = kernels.call(problem, x, values)
     if problem.varlen:
         kernels.run_over("clear_results", x.q.shape[1] * x.q.shape[2], call)
     kernels.run("fa2_forward", blocks * parts * problem.Hq * problem.B, call, tiles.smem_bytes)
     if parts > 1:
-        kernels.run("fa2_forward_merge", blocks * problem.Hq * problem.B, call)
+        merging = blocks_of(problem.Tq, MERGED_ROWS) if halves else blocks
+        kernels.run("fa2_forward_merge", merging * problem.Hq * problem.B, call)
 
 
 def _few_rows(problem: Problem, tiles: Tiles, x: Operands, out: Target, lse: Target) -> None:
@@ -46,3 +64,27 @@ def _few_rows(problem: Problem, tiles: Tiles, x: Operands, out: Target, lse: Tar
         values["counters"] = kernels.counters(blocks * problem.Hkv * problem.B)
     call = kernels.call(problem, x, values)
     kernels.run("fa2_few_rows", blocks * parts * problem.Hkv * problem.B, call, tiles.smem_bytes)
+
+
+def _warpgroups(problem: Problem, tiles: Tiles, x: Operands, out: Target, lse: Target) -> None:
+    blocks, groups = blocks_of(problem.Tq, tiles.br), tiles.br // WGMMA_ROWS
+    kernels = x.memo.get("sm90/fa2_forward.cu")
+    if kernels is None:
+        of_head = problem.Tk * (problem.d + problem.dv) * 2  # bytes of K and V
+        boxes = (Box("q", tiles.br), Box("k", tiles.bc), Box("v", tiles.bc), Box("o", WARP_ROWS))
+        exact = os.environ.get(EXACT_MAXIMUM) == "1"
+        planned = replace(tiles, constants=(*tiles.constants, ("STATIC_MAXIMUM", 0))) if exact else tiles
+        kernels = launcher(
+            "sm90/fa2_forward.cu", problem, planned, x, {"o": out, "lse": lse}, boxes, blocks=blocks,
+            section=min(max(WGMMA_SECTION // of_head, 1), problem.B * problem.Hkv) * problem.group,
+        )  # fmt: skip
+    values = {"o.data": out.address, "lse.data": lse.address}
+    if dict(tiles.constants)["DYNAMIC"]:
+        values["counters"] = kernels.counters(2)
+    if problem.dtype == "bfloat16":  # what is to be done again
+        list_of_pieces = kernels.workspace(blocks * problem.Hq * problem.B * groups * WARPS_OF_GROUP)
+        values["again"] = list_of_pieces.data.ptr
+    call = kernels.call(problem, x, values)
+    if problem.varlen:
+        kernels.run_over("clear_results", x.q.shape[1] * x.q.shape[2], call)
+    kernels.run("fa2_forward", tiles.grid, call, tiles.smem_bytes, THREADS_OF_GROUP * (groups + 1))

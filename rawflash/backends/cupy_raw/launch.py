@@ -8,32 +8,41 @@ same from call to call. :class:`Launcher` keeps them, and puts in the addresses.
 from __future__ import annotations
 
 import ctypes
+import math
+import os
 import struct
 import threading
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from rawflash import masks, philox
 from rawflash.arrays import Target, capturing, hold, keep_for_graph
-from rawflash.backends.cupy_raw import compile
+from rawflash.backends.cupy_raw import compile, tensor_map
 from rawflash.errors import BackendError
+from rawflash.hardware import chip_of
 from rawflash.problem import FARTHEST, Operands, Problem
-from rawflash.tiling import DOUBLE, FEW_MMA, MMA_DEPTH, PIECES, SPLIT, Tiles, pitches
+from rawflash.tiling import (DOUBLE, FEW_MMA, MMA, MMA_DEPTH, PIECES, SIMT, SPLIT, Tiles, pitches, plan_tiles,
+                             scale_later)  # fmt: skip
 
 try:
     from numpy.lib.array_utils import byte_bounds
 except ImportError:  # NumPy 1
     from numpy import byte_bounds  # type: ignore[attr-defined,no-redef]
 
-THREADS = 256
+THREADS = 256  # of a block, unless the plan says how many
 SIDE = 16  # threads of a row, in kernels that take rows one by one
 VECTOR_BYTES = 16
 DEPTHS = {SPLIT: 16, DOUBLE: 8}  # products that a tensor core sums at a time (DEPTH in mma/)
 MOST_STRIDING = 4096  # blocks of a grid that strides
 LARGEST_GRID = 2**31 - 1
+BOUNDED = "RAWFLASH_BOUNDED"  # see preamble
+MOST_MAPS = 64  # sets of tensor maps that a launcher keeps, by the addresses of the call
+SPLIT_ROWS = 64  # of a thread block of mma/split_inputs.cu
+SPLIT_CHUNK, SPLIT_CHUNK_BYTES = 8, 48  # numbers of a row, and bytes that their parts take
 SPARE = 256  # sets of counters that are made at a time: a graph of a model has a call for each layer
 # Constants that the text of a kernel is chosen by; the others are numbers in it.
 SWITCHES = ("PIECES", "SPLIT", "TYPE", "BIAS_TYPE", "SLOPE_TYPE", "SINK_TYPE", "ALIGNED", "PACKED", "BAND", "BIAS",
@@ -50,13 +59,13 @@ def _fields() -> list[str]:
     words = [f"{name}.{part}" for name in (*matrices, *statistics) for part in ("data", "batch", "head", "row")]
     words += ["sums", *(f"bias.{part}" for part in ("data", "b", "h", "i", "j"))]
     words += ["dbias", "bias_b", "bias_h", "bias_i", "bias_j", "slopes", "slopes_b", "slopes_h", "sinks", "sinks_h"]
-    words += ["dsinks", "counters"]
+    words += ["dsinks", "counters", "again"]
     tables = ("cu_seqlens_q", "cu_seqlens_k", "q_lengths", "kv_lengths", "q_offset")
     words += [f"{name}.{part}" for name in tables for part in ("data", "bytes")]
     words += ["block_table.data", "block_table.bytes", "table_row", "cache_blocks"]
     words += [f"mask.{n}" for n in range(MASK_WORDS)]
     words += ["offset", "offset_given", "B", "Hq", "Hkv", "Tq", "Tk", "rows_q", "rows_k", "blocks"]
-    words += ["parts", "part_keys"]
+    words += ["parts", "part_keys", "section"]
     words += ["band_lower", "band_upper", "keep_threshold", "seed", "scale", "softcap", "keep_scale"]
     return words
 
@@ -74,7 +83,7 @@ def _double(x: float) -> int:
 
 
 def constants(problem: Problem, tiles: Tiles, *, aligned: bool, side_dtypes: dict[str, str],
-              dlse: bool = False, table_bytes: int = 8) -> dict[str, Any]:  # fmt: skip
+              dlse: bool = False, table_bytes: int = 8, maps: int = 0) -> dict[str, Any]:  # fmt: skip
     """What the text of a kernel depends on, but for the mask: switches, types and numbers by name.
 
     Parameters
@@ -89,6 +98,8 @@ def constants(problem: Problem, tiles: Tiles, *, aligned: bool, side_dtypes: dic
         The backward pass was given dlse.
     table_bytes : int
         Of an entry of the block table.
+    maps : int
+        Tensor maps behind the words of a call.
     """
     item = np.dtype(problem.compute_dtype).itemsize
     depth = DEPTHS.get(tiles.family, VECTOR_BYTES // item)
@@ -116,11 +127,13 @@ def constants(problem: Problem, tiles: Tiles, *, aligned: bool, side_dtypes: dic
     } | {
         "BR": tiles.br,
         "BC": tiles.bc,
+        "THREADS": tiles.threads or THREADS,
         "D": problem.d,
         "DV": problem.dv,
         "PAGE": problem.page,
         "TABLE_BYTES": table_bytes,
         "HALVES": 1 if tiles.family == FEW_MMA and problem.group * problem.Tq <= MMA_DEPTH // 2 else 2,
+        "SCALE_LATER": int(scale_later(problem)),
         "DEPTH_D": blocks_of(problem.d, depth) * depth,
         "DEPTH_V": blocks_of(problem.dv, depth) * depth,
         "PITCH_D": to_d,
@@ -128,13 +141,18 @@ def constants(problem: Problem, tiles: Tiles, *, aligned: bool, side_dtypes: dic
         "PITCH_S": to_bc,
         "TILE_BYTES": tiles.smem_bytes,
         "CALL_WORDS": len(FIELDS),
+        "MAPS": maps,
         "MASK_WORDS": MASK_WORDS,
-    }
+    } | dict(tiles.constants)
 
 
 def preamble(problem: Problem, tiles: Tiles, *, mask: Any = None, **more: Any) -> str:
-    """What the ``.cu`` files take as given: the :func:`constants`, and the text of the mask."""
-    lines = []
+    """What the ``.cu`` files take as given: the :func:`constants`, and the text of the mask.
+
+    In the environment, RAWFLASH_BOUNDED=1 makes kernels that wait for copies give up after a while, with an error,
+    instead of waiting for ever: for debugging.
+    """
+    lines = ["#define BOUNDED"] if os.environ.get(BOUNDED) == "1" else []
     for name, value in constants(problem, tiles, **more).items():
         lines.append(f"#define {name} {value}" if name in SWITCHES else f"constexpr int {name} = {value};")
     lines += [f"constexpr long long FARTHEST = {FARTHEST}ll;", '#include "visibility.cuh"', masks.cuda_text(mask)]
@@ -193,6 +211,8 @@ class Launcher:
         What the kernels write, by the name of its matrix or statistic in call.cuh.
     fixed : dict of str to int
         Further words that are the same for all calls.
+    boxes : sequence of tensor_map.Box
+        Matrices that the kernels copy by tensor maps: ``map[n]`` of their argument is the n-th.
 
     Notes
     -----
@@ -200,9 +220,10 @@ class Launcher:
     """
 
     def __init__(
-        self, file: str, problem: Problem, tiles: Tiles, x: Operands, written: dict[str, Any], fixed: dict[str, int]
-    ) -> None:
-        self.problem = problem
+        self, file: str, problem: Problem, tiles: Tiles, x: Operands, written: dict[str, Any], fixed: dict[str, int],
+        boxes: Sequence[tensor_map.Box] = (),
+    ) -> None:  # fmt: skip
+        self.problem, self.threads = problem, tiles.threads or THREADS
         matrices = {name: getattr(x, name) for name in ("q", "k", "v", "o", "dout") if getattr(x, name) is not None}
         statistics = {name: getattr(x, name) for name in ("lse", "dlse") if getattr(x, name) is not None}
         for name, target in written.items():
@@ -216,7 +237,7 @@ class Launcher:
                 f"{MASK_WORDS}: combine its parts into one boolean array"
             )
         assert x.device is not None
-        found = dict(aligned=_aligned(matrices.values()), side_dtypes=dtypes, dlse=x.dlse is not None)
+        found = dict(aligned=_aligned(matrices.values()), side_dtypes=dtypes, dlse=x.dlse is not None, maps=len(boxes))
         if x.block_table is not None:
             found["table_bytes"] = x.block_table.itemsize
         self.module = load(file, problem, tiles, x.visibility.mask, len(words), x.device, **found)
@@ -232,6 +253,11 @@ class Launcher:
         self._describe(problem, x, matrices, statistics)
         self._mask(x, words)
         self.words = array("q", self.template.tobytes())  # its items are set in a fifth of the time of NumPy's
+        self.boxes = [
+            (_WORD[f"{box.name}.data"], tensor_map.geometry(matrices[box.name], problem.dtype, box.rows))
+            for box in boxes
+        ]
+        self.maps: dict[tuple[int, ...], array[int]] = {}
 
     def _put(self, **values: int) -> None:
         for name, value in values.items():
@@ -326,10 +352,25 @@ class Launcher:
             self.uploads.used()
             words[_SEED] = problem.seed if problem.seed < 2**63 else problem.seed - 2**64  # the same 64 bits
         else:
-            words = words[:]
+            words = words[: len(FIELDS)]
         for name, value in values.items():
             words[_WORD[name]] = value
+        if self.boxes:
+            words += self._maps(words)
         return words
+
+    def _maps(self, words: array[int]) -> array[int]:
+        """What follows the words of a call: its tensor maps, the first at a multiple of their alignment."""
+        addresses = tuple([words[word] for word, _ in self.boxes])
+        made = self.maps.get(addresses)
+        if made is None:
+            made = array("q", bytes(-8 * len(FIELDS) % tensor_map.ALIGNMENT))
+            for address, (_, geometry) in zip(addresses, self.boxes, strict=True):
+                made += tensor_map.encode(address, *geometry)
+            if len(self.maps) >= MOST_MAPS:
+                self.maps.clear()
+            self.maps[addresses] = made
+        return made
 
     def counters(self, count: int) -> int:
         """Address of ``count`` 32-bit zeros, which the kernels leave as zeros; calls side by side have their own."""
@@ -359,8 +400,9 @@ class Launcher:
             made.data.memset_async(0, made.nbytes)
         return made
 
-    def run(self, kernel: str, blocks: int, words: array[int], smem_bytes: int = 0) -> None:
-        """Launch a kernel of the file on CuPy's current stream; ``blocks`` of threads, none is fine."""
+    def run(self, kernel: str, blocks: int, words: array[int], smem_bytes: int = 0, threads: int = 0) -> None:
+        """Launch a kernel of the file on CuPy's current stream; ``blocks`` of threads (0: as many as the plan says each
+        has), none is fine."""
         function = self.functions.get(kernel)
         if function is None:
             function = self.functions[kernel] = self.module.get_function(kernel)
@@ -369,11 +411,11 @@ class Launcher:
         if blocks > LARGEST_GRID:
             raise BackendError(f"{blocks} blocks of threads; one launch has at most {LARGEST_GRID}: split the batch")
         if blocks:
-            function(blocks, THREADS, words, smem_bytes)
+            function(blocks, threads or self.threads, words, smem_bytes)
 
     def run_over(self, kernel: str, items: int, words: array[int], threads_each: int = 1) -> None:
         """Launch a kernel whose grid strides over ``items``, each of which takes some threads."""
-        self.run(kernel, min(blocks_of(items * threads_each, THREADS), MOST_STRIDING), words)
+        self.run(kernel, min(blocks_of(items * threads_each, self.threads), MOST_STRIDING), words)
 
 
 def mask_words(problem: Problem, mask: Any) -> list[int | np.ndarray]:
@@ -401,20 +443,23 @@ def load(
 
 
 def launcher(
-    file: str, problem: Problem, tiles: Tiles, x: Operands, written: dict[str, Target], **fixed: int
-) -> Launcher:
+    file: str, problem: Problem, tiles: Tiles, x: Operands, written: dict[str, Target],
+    boxes: Sequence[tensor_map.Box] = (), **fixed: int,
+) -> Launcher:  # fmt: skip
     """The launcher of a kernel file for this call: the one that an earlier call like it made, or a new one."""
     made = x.memo.get(file)
     if made is None:
-        made = x.memo[file] = Launcher(file, problem, tiles, x, written, fixed)
+        made = x.memo[file] = Launcher(file, problem, tiles, x, written, fixed, boxes)
     return made
 
 
 def side_gradients(problem: Problem, tiles: Tiles, x: Operands, grads: dict[str, Target]) -> Any:
     """Write the gradients of sinks and bias, if asked for; return delta, which all backward kernels read."""
+    if tiles.family == MMA and problem.backend == "cupy_raw":  # their tiles hold numbers of the compute dtype
+        tiles = _side_tiles(problem, x)
     kernels = launcher("side_gradients.cu", problem, tiles, x, {})
     delta = kernels.workspace(x.q.shape[0] * x.q.shape[1] * x.q.shape[2])
-    values = {"delta.data": delta.data.ptr, "blocks": blocks_of(problem.Tq * SIDE, THREADS)}
+    values = {"delta.data": delta.data.ptr, "blocks": blocks_of(problem.Tq * SIDE, kernels.threads)}
     if "sinks" in grads:
         values["dsinks"] = grads["sinks"].address
     if "bias" in grads:
@@ -422,12 +467,45 @@ def side_gradients(problem: Problem, tiles: Tiles, x: Operands, grads: dict[str,
     call = kernels.call(problem, x, values)
     kernels.run("row_deltas", values["blocks"] * problem.Hq * problem.B, call)
     if "sinks" in grads:
-        kernels.run("sink_gradient", problem.Hq, call, THREADS * 8)  # a float64 each
+        kernels.run("sink_gradient", problem.Hq, call, kernels.threads * 8)  # a float64 each
     if "bias" in grads:
         b, h, i, j = grads["bias"].view.shape
         tiles_of_bias = (1 if i == 1 else blocks_of(i, tiles.br)) * (1 if j == 1 else blocks_of(j, tiles.bc))
         kernels.run("bias_gradient", b * h * tiles_of_bias, call, tiles.smem_bytes)
     return delta
+
+
+def _side_tiles(problem: Problem, x: Operands) -> Tiles:
+    """Those of the "simt" kernels, planned once for calls like this."""
+    made = x.memo.get("side tiles")
+    if made is None:
+        chip = replace(chip_of(problem.backend, x.device), family=SIMT)
+        made = x.memo["side tiles"] = plan_tiles(problem, chip, "backward")
+    return made
+
+
+def split_inputs(problem: Problem, tiles: Tiles, x: Operands) -> tuple[Any, dict[str, int]]:
+    """Split q, k, v and, of a backward pass, dout into bfloat16 parts (``mma/split_inputs.cu``), lse beside them.
+
+    Returns the workspace that holds them, and the words by which kernels that read split_rows.cuh's rows find them.
+    """
+    kernels = x.memo.get("mma/split_inputs.cu") or launcher("mma/split_inputs.cu", problem, tiles, x, {})
+    matrices = {name: getattr(x, name) for name in ("q", "k", "v", "dout") if getattr(x, name) is not None}
+    item, starts, total = np.dtype(problem.compute_dtype).itemsize, {}, 0
+    for name, view in matrices.items():
+        starts[name] = total
+        slots, heads, rows, columns = view.shape
+        total += slots * heads * rows * blocks_of(columns, SPLIT_CHUNK) * SPLIT_CHUNK_BYTES
+    if x.dout is not None:
+        starts["m"] = total
+        total += math.prod(x.dout.shape[:3]) * item
+    made = kernels.workspace(total // item)
+    words = {f"{name}.data": made.data.ptr + start for name, start in starts.items()}
+    blocks = {name: problem.B * (problem.Hkv * blocks_of(problem.Tk, SPLIT_ROWS) if name in ("k", "v")
+                                 else problem.Hq * blocks_of(problem.Tq, SPLIT_ROWS)) for name in matrices}  # fmt: skip
+    call = kernels.call(problem, x, {"sums": made.data.ptr, "m.data": words.get("m.data", 0)})
+    kernels.run("split_inputs", sum(blocks.values()), call)
+    return made, words
 
 
 def blocks_of(rows: int, size: int) -> int:

@@ -33,7 +33,8 @@ struct Call {
     const void* sinks;
     long long sinks_h;
     double* dsinks;
-    unsigned* counters;  // few rows: of the parts of keys that are done; zeros before and after
+    unsigned* counters;  // few rows: of the parts of keys that are done; sm90: of pieces, and of blocks at their end; zeros before and after
+    unsigned* again;     // sm90: the list of pieces that are to be done again, an entry for each warp of each
     Table cu_seqlens_q, cu_seqlens_k, q_lengths, kv_lengths, q_offset;
     Table block_table;               // (B, table_row) blocks of a paged cache that has cache_blocks
     long long table_row, cache_blocks;
@@ -43,6 +44,7 @@ struct Call {
     long long rows_q, rows_k;        // of the arrays; packed sequences: all of them together
     long long blocks;                // blocks of rows that the grid has for each head
     long long parts, part_keys;      // fa2 forward: how many blocks of threads share the keys of a block of rows, keys of each
+    long long section;               // sm90: query heads that are gone through together
     long long band_lower, band_upper;
     long long keep_threshold, seed;
     double scale, softcap, keep_scale;

@@ -21,8 +21,8 @@
 #include "philox.cuh"
 #include "scores.cuh"
 #include "softmax.cuh"
+#include "mma/halves.cuh"
 
-constexpr int WARP_SIZE = 32;
 constexpr int WARPS = THREADS / WARP_SIZE;
 constexpr int STEP = 16;            // keys that a warp takes at a time: a product sums over them
 constexpr int TURN = WARPS * STEP;  // and all warps
@@ -47,22 +47,6 @@ struct alignas(VECTOR_BYTES) Piece { unsigned x[4]; };
 struct alignas(VECTOR_BYTES) Four { float x[MERGED]; };
 
 __device__ __forceinline__ Four four_of(float4 x) { return {{x.x, x.y, x.z, x.w}}; }
-
-__device__ __forceinline__ unsigned word_of(float x, float y)
-{
-    if constexpr (TYPE == BFLOAT16)
-        return bfloat16_pair(x, y);
-    else
-        return float16_pair(x, y);
-}
-
-__device__ __forceinline__ void multiply(float (&c)[4], const unsigned (&a)[4], const unsigned (&b)[2])
-{
-    if constexpr (TYPE == BFLOAT16)
-        multiply_bfloat16(c, a, b);
-    else
-        multiply_float16(c, a, b);
-}
 
 // Where 16 bytes of a row lie in a unit: which they are of the row, K's and V's. Lanes that copy or read at once touch different banks.
 __device__ __forceinline__ int key_slot(int r, int x)
@@ -488,7 +472,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) fa2_few_rows(const __grid_
         for (int r = 0; r < M; r++)
 #pragma unroll
             for (int n = 0; n < 4; n++)
-                P[r][n] = word_of(S[r][n / 2][n % 2 * 2], S[r][n / 2][n % 2 * 2 + 1]);
+                P[r][n] = pair_of(S[r][n / 2][n % 2 * 2], S[r][n / 2][n % 2 * 2 + 1]);
 #pragma unroll
         for (int x = 0; x < PIECES_V; x++) {
             Piece V[4];

@@ -17,31 +17,8 @@
 #include "scores.cuh"
 #include "softmax.cuh"
 #include "padding.cuh"
-
-// Into how many parts the keys from j_low to j_high are divided, at least one. The last takes what is left.
-__device__ __forceinline__ int parts_of(const Call& call, long long j_low, long long j_high)
-{
-    if (call.parts == 1)
-        return 1;
-    return (int)clamp((j_high - j_low + call.part_keys - 1) / call.part_keys, 1, call.parts);
-}
-
-// Where the O of a part lies: the first one's in the output itself, if that has numbers as wide.
-constexpr bool FIRST_IN_OUTPUT = sizeof(elem) == sizeof(real);
-
-__device__ __forceinline__ long long rows_of_part(const Call& call) { return (PACKED ? 1 : call.B) * call.Hq * call.rows_q; }
-
-__device__ __forceinline__ real* sums_of_part(const Call& call, const Head& at, int part, long long i)
-{
-    if (FIRST_IN_OUTPUT && part == 0)
-        return (real*)row_of(call.o, at.s.slot, at.h, at.s.q_start + i);
-    return sums_of(call, at.s.slot, at.h, at.s.q_start + i, DV) + (part - FIRST_IN_OUTPUT) * rows_of_part(call) * DV;
-}
-
-__device__ __forceinline__ real* of_part(const Call& call, const Statistic& statistic, const Head& at, int part, long long i)
-{
-    return row_of(statistic, at.s.slot, at.h, at.s.q_start + i) + part * rows_of_part(call);
-}
+#include "parts.cuh"
+#include "merge.cuh"
 
 // The rows of K or V from key j0 on; `first` is where that of key 0 lies, if the cache is not paged.
 template <int COLUMNS, int PITCH>
@@ -67,20 +44,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) fa2_forward(const 
     constexpr int R = ScoreTile::R, C = ScoreTile::C, CV = QueryTile<DV>::C;
     static_assert(ScoreTile::ROW_IN_WARP, "the softmax takes whole rows");
 
-    // The last blocks first: under a causal mask they have the most keys. All of one head, so that its K and V stay in L2; but of a grid so
-    // small that keys are shared out, first the last blocks of all heads.
-    long long block = blockIdx.x % call.blocks, bh = blockIdx.x / call.blocks;
-    int part = 0;
-    if (call.parts > 1) {
-        const long long heads = call.B * call.Hq;
-        block = blockIdx.x / heads / call.parts;
-        part = (int)(blockIdx.x / heads % call.parts);
-        bh = blockIdx.x % heads;
-    }
-    block = call.blocks - 1 - block;
-    const Sequence s = sequence(call, bh / call.Hq);
-    const Head at = head(call, s, bh % call.Hq);
-    const long long i0 = block * BR;
+    const Work work = work_of(call, blockIdx.x);
+    const int part = work.part;
+    const Sequence s = sequence(call, work.b);
+    const Head at = head(call, s, work.h);
+    const long long i0 = work.block * BR;
     const long long rows_end = PACKED ? s.q_length : call.Tq;  // packed: the rows behind a sequence are another's
     if (i0 >= rows_end)
         return;
@@ -137,12 +105,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) fa2_forward(const 
             load_keys<D, PITCH_D>(tiles.K, call, call.k, keys, at, next.start);
         commit_copies();
 
-        // O = alpha O + P V
+        // O = alpha O + P V; after the first steps the maximum moves seldom
+        bool moves = false;
 #pragma unroll
         for (int r = 0; r < R; r++)
+            moves = moves || alpha[r] != real(1);
+        if (__any_sync(WARP, moves)) {
 #pragma unroll
-            for (int c = 0; c < CV; c++)
-                O[r][c] *= alpha[r];
+            for (int r = 0; r < R; r++)
+#pragma unroll
+                for (int c = 0; c < CV; c++)
+                    O[r][c] *= alpha[r];
+        }
         tiles.add_output(O);
         tile = next;
     }
@@ -171,41 +145,5 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) fa2_forward(const 
             if (row_lane() == 0)
                 store_lse(call, s.slot, at.h, s.q_start + i, lse);
         }
-    }
-}
-
-// O, m and l of all parts -> O = O / l, lse. The grid is that of fa2_forward with one part.
-extern "C" __global__ void __launch_bounds__(THREADS) fa2_forward_merge(const __grid_constant__ Call call)
-{
-    typedef RowColumns<DV> Row;
-    const long long i0 = blockIdx.x % call.blocks * BR, bh = blockIdx.x / call.blocks;
-    const Sequence s = sequence(call, bh / call.Hq);
-    const Head at = head(call, s, bh % call.Hq);
-    const long long rows_end = least(PACKED ? s.q_length : call.Tq, i0 + BR);
-    long long j_low, j_high;
-    key_range(call, s, i0, j_low, j_high);
-    const int parts = parts_of(call, j_low, j_high);
-    if (parts == 1)
-        return;
-    for (long long i = i0 + thread_y(); i < rows_end; i += SIDE) {
-        real m = -INFINITE, l = 0, factor = 0, lse = -INFINITE, O[Row::C] = {};
-        if (i < s.q_length) {
-            for (int part = 0; part < parts; part++)
-                m = larger(m, *of_part(call, call.m, at, part, i));
-            const real shift = m == -INFINITE ? real(0) : m;
-            for (int part = 0; part < parts; part++) {
-                const real weight = exponential(*of_part(call, call.m, at, part, i) - shift);
-                real more[Row::C];
-                read_sums<Row, DV>(sums_of_part(call, at, part, i), more);
-                l += weight * *of_part(call, call.l, at, part, i);
-#pragma unroll
-                for (int c = 0; c < Row::C; c++)
-                    O[c] += weight * more[c];
-            }
-            factor = finish_row(call, at, m, l, lse);
-        }
-        store_row<Row, DV>(row_of(call.o, s.slot, at.h, s.q_start + i), O, factor, i >= s.q_length || l == real(0));
-        if (thread_x() == 0)
-            store_lse(call, s.slot, at.h, s.q_start + i, lse);
     }
 }

@@ -66,6 +66,26 @@ __device__ __forceinline__ void score_gradient(
     P *= keep;
 }
 
+// The same from a product q.k and where it stands, for any option; `lse` and `delta` give those of row i and `is_kept` what dropout does, if
+// they are needed.
+template <bool SLOPED, class Lse, class Delta, class Kept>
+__device__ __forceinline__ void visible_gradient(
+    const Call& call, const Head& at, int kind, real product, real dP, const Lse& lse, const Delta& delta, const Kept& is_kept, long long i,
+    long long j, real& P, real& dS)
+{
+    P = dS = real(0);
+    if (kind == FULL || visible(call, at, i, j)) {
+        real slope;
+        const real x = score(call, at, product, i, j, slope);
+        if (!BIAS || x != -INFINITE) {  // a bias of -inf hides too, also from a row whose lse is -inf
+            real keep = real(1);
+            if constexpr (DROPOUT)
+                keep = is_kept() ? real(call.keep_scale) : real(0);
+            score_gradient<SLOPED>(call, at, x, slope, dP, lse(), delta(), keep, P, dS);
+        }
+    }
+}
+
 template <bool SLOPED, int R, int C>
 __device__ __forceinline__ void put_score_gradients(
     const Call& call, const Head& at, const real (&S)[R][C], const real (&dP)[R][C], const real (&lse)[R], const real (&delta)[R],
@@ -93,18 +113,10 @@ __device__ __forceinline__ void put_score_gradients(
     put_tile(tile_P, S);
     put_tile(tile_dS, dP);
     for_each_score(i0, j0, [&](int n, long long i, long long j) {
-        real P = real(0), dS = real(0);
-        if (kind == FULL || visible(call, at, i, j)) {
-            real slope;
-            const real x = score(call, at, tile_P[n], i, j, slope);
-            if (!BIAS || x != -INFINITE) {  // a bias of -inf hides too, also from a row whose lse is -inf
-                real keep = real(1);
-                if constexpr (DROPOUT)
-                    keep = kept(call, at.s.b, at.h, i, j) ? real(call.keep_scale) : real(0);
-                score_gradient<SLOPED>(
-                    call, at, x, slope, tile_dS[n], row_lse(call, at, i), row_delta(call, at, i), keep, P, dS);
-            }
-        }
+        real P, dS;
+        visible_gradient<SLOPED>(
+            call, at, kind, tile_P[n], tile_dS[n], [&] { return row_lse(call, at, i); }, [&] { return row_delta(call, at, i); },
+            [&] { return kept(call, at.s.b, at.h, i, j); }, i, j, P, dS);
         tile_P[n] = P;
         tile_dS[n] = dS;
     });

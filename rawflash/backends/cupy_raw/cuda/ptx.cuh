@@ -25,6 +25,14 @@ __device__ __forceinline__ float exp2_approximately(float x)
     return y;
 }
 
+// 1 / x, to 1 unit in the last place; of more than 2^126 it is 0.
+__device__ __forceinline__ float reciprocal_approximately(float x)
+{
+    float y;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
 // Copies of 4, 8 or 16 bytes into shared memory that the hardware does on its own (sm_80 and later); zeros where the source does not exist.
 // LINE: the other lanes of the warp copy the rest of the 128 bytes, which L2 had better ask for at once.
 template <int BYTES, bool LINE = false> __device__ __forceinline__ void copy_to_shared(void* to, const void* from, bool exists)
@@ -64,6 +72,13 @@ __device__ __forceinline__ long long in_register(long long x)
     return x;
 }
 
+// The same number, of which the compiler does not know that: what is computed from it is not kept in registers for as long.
+__device__ __forceinline__ unsigned once_more(unsigned x)
+{
+    asm volatile("" : "+r"(x));
+    return x;
+}
+
 // What the counter was; then it is one more, or 0 after `most`. Whoever sees this count sees all that was written before it: by this thread,
 // and by those that waited at a barrier with it.
 __device__ __forceinline__ unsigned count_and_see(unsigned* counter, unsigned most)
@@ -73,7 +88,57 @@ __device__ __forceinline__ unsigned count_and_see(unsigned* counter, unsigned mo
     return before;
 }
 
+// Where something in shared memory lies there, in 32 bits; the functions below take such addresses.
+__device__ __forceinline__ unsigned shared_address(const void* x) { return (unsigned)__cvta_generic_to_shared(x); }
+
+__device__ __forceinline__ void store_shared(unsigned to, unsigned x) { asm volatile("st.shared.b32 [%0], %1;" ::"r"(to), "r"(x) : "memory"); }
+
+__device__ __forceinline__ void store_shared(unsigned to, const unsigned (&x)[4])
+{
+    asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3]) : "memory");
+}
+
+__device__ __forceinline__ uint4 load_shared(unsigned from)
+{
+    uint4 x;
+    asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w) : "r"(from) : "memory");
+    return x;
+}
+
 #if __CUDA_ARCH__ >= 800
+
+// Copies as above of 16 bytes of a line that the other lanes of the warp copy the rest of.
+__device__ __forceinline__ void copy_chunk(unsigned to, const void* from)
+{
+    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
+}
+
+__device__ __forceinline__ void copy_chunk_if(unsigned to, const void* from, bool exists)
+{
+    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(exists ? 16 : 0) : "memory");
+}
+
+// Four 8 x 8 matrices of 16-bit numbers, by a whole warp: lanes 8 n to 8 n + 7 give the addresses of the rows of the nth. Of each matrix lane
+// (g, t) gets numbers 2 t and 2 t + 1 of row g, as operands of products have them; or, transposed, of column g.
+__device__ __forceinline__ void load_matrices(unsigned (&x)[4], unsigned from)
+{
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3]) : "r"(from) : "memory");
+}
+
+__device__ __forceinline__ void load_matrices_transposed(unsigned (&x)[4], unsigned from)
+{
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3]) : "r"(from) : "memory");
+}
+
+// The smaller number; NaN where one is.
+__device__ __forceinline__ float least_or_nan(float x, float y)
+{
+    float least;
+    asm("min.NaN.f32 %0, %1, %2;" : "=f"(least) : "f"(x), "f"(y));
+    return least;
+}
 
 // Two bfloat16 in one register, x in the low half: rounded to nearest, or cut off.
 __device__ __forceinline__ unsigned bfloat16_pair(float x, float y)

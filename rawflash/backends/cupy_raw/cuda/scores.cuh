@@ -10,12 +10,12 @@ struct Head {  // one query head of one sequence
     real scale, slope;
 };
 
-__device__ __forceinline__ Head head(const Call& call, const Sequence& s, long long h)
+__device__ __forceinline__ Head head(const Call& call, const Sequence& s, long long h, long long h_kv)
 {
     Head at;
     at.s = s;
     at.h = h;
-    at.h_kv = h / (call.Hq / call.Hkv);
+    at.h_kv = h_kv;
     at.scale = real(call.scale);
     at.slope = 0;
     if constexpr (ALIBI)
@@ -23,17 +23,29 @@ __device__ __forceinline__ Head head(const Call& call, const Sequence& s, long l
     return at;
 }
 
-// Class of the rectangle of rows [i0, i0 + BR) and keys [j0, j0 + BC); one that reaches into padding is at most PARTIAL.
+__device__ __forceinline__ Head head(const Call& call, const Sequence& s, long long h)
+{
+    return head(call, s, h, (unsigned)h / ((unsigned)call.Hq / (unsigned)call.Hkv));  // in line, while a division of 64 bits is a call
+}
+
+// Class of the rectangle of rows [i0, i0 + ROWS) and keys [j0, j0 + KEYS); one that reaches into padding is at most PARTIAL.
+template <int ROWS = BR, int KEYS = BC>
 __device__ __forceinline__ int tile_kind(const Call& call, const Head& at, long long i0, long long j0)
 {
-    const long long i1 = least(i0 + BR, at.s.q_length), j1 = least(j0 + BC, at.s.kv_length);
-    int kind = i1 - i0 == BR && j1 - j0 == BC ? FULL : PARTIAL;
+    const long long i1 = least(i0 + ROWS, at.s.q_length), j1 = least(j0 + KEYS, at.s.kv_length);
+    int kind = i1 - i0 == ROWS && j1 - j0 == KEYS ? FULL : PARTIAL;
     if constexpr (BAND) {
         const int band = band_tile(call.band_lower, call.band_upper, i0, i1, j0, j1, at.s.offset);
         kind = band < kind ? band : kind;
     }
-    if constexpr (PAGE)  // some of its blocks may be outside the cache
-        kind = PARTIAL < kind ? PARTIAL : kind;
+    if constexpr (PAGE) {  // some of its blocks may be outside the cache
+        bool outside = false;
+        if (kind == FULL)
+            for (long long j = j0 + threadIdx.x; j < j1; j += THREADS)
+                outside |= !place_of(call, at.s, j).exists;
+        if (kind == FULL && __syncthreads_or(outside))
+            kind = PARTIAL;
+    }
 #if HAS_MASK
     if (kind != EMPTY) {
         const int mask = mask_tile(call.mask, at.s.b, at.h, i0, i1, j0, j1, at.s.offset);
@@ -70,14 +82,15 @@ __device__ __forceinline__ Block next_rows(const Call& call, const Head& at, lon
     return {i_end, EMPTY};
 }
 
-// The keys that the band leaves to the rows [i0, i0 + BR): from the start of a block.
+// The keys that the band leaves to the rows [i0, i0 + ROWS): from the start of a block of KEYS.
+template <int ROWS = BR, int KEYS = BC>
 __device__ __forceinline__ void key_range(const Call& call, const Sequence& s, long long i0, long long& j_low, long long& j_high)
 {
     j_low = 0;
     j_high = i0 < s.q_length ? s.kv_length : 0;
     if constexpr (BAND) {
-        const long long i1 = least(i0 + BR, s.q_length);
-        j_low = clamp(i0 + s.offset + call.band_lower, 0, j_high) / BC * BC;
+        const long long i1 = least(i0 + ROWS, s.q_length);
+        j_low = clamp(i0 + s.offset + call.band_lower, 0, j_high) / KEYS * KEYS;
         j_high = clamp(i1 + s.offset + call.band_upper, 0, j_high);
     }
 }

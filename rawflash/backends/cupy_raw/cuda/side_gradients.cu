@@ -24,8 +24,13 @@ extern "C" __global__ void __launch_bounds__(THREADS) row_deltas(const __grid_co
     if (i < s.q_length) {
         const elem* const O = row_of(call.o, s.slot, h, s.q_start + i);
         const elem* const dO = row_of(call.dout, s.slot, h, s.q_start + i);
-        for (int x = thread_x(); x < DV; x += SIDE)
-            gamma = multiply_add(widen<TYPE>(dO[x]), widen<TYPE>(O[x]), gamma);
+        struct alignas(CHUNK * sizeof(elem)) Chunk { elem x[CHUNK]; };
+        for (int x = thread_x() * CHUNK; x < DV; x += SIDE * CHUNK) {
+            const Chunk a = *reinterpret_cast<const Chunk*>(dO + x), b = *reinterpret_cast<const Chunk*>(O + x);
+#pragma unroll
+            for (int e = 0; e < CHUNK; e++)
+                gamma = multiply_add(widen<TYPE>(a.x[e]), widen<TYPE>(b.x[e]), gamma);
+        }
     }
     gamma = sum_of_lanes<SIDE>(gamma);
     if (i < s.q_length && thread_x() == 0) {

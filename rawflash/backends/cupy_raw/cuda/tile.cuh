@@ -3,7 +3,6 @@
 // Rows of a tile lie PITCH numbers apart, so that what the threads of a warp read at once is in different banks.
 
 constexpr int SIDE = 16;
-constexpr int THREADS = SIDE * SIDE;
 constexpr int BLOCKS = 1;  // of a multiprocessor, as tiles are planned. Unsaid, the compiler saves registers, at the cost of the order of products
 constexpr unsigned WARP = 0xFFFFFFFFu;
 

@@ -89,14 +89,18 @@ __device__ __forceinline__ int scan(long long i0, long long i1, long long j0, lo
     const long long down = blockDim.x / width, across = blockDim.x % width;
     long long i = i0 + threadIdx.x / width, j = j0 + threadIdx.x % width;
     bool seen = false, hidden = false;
+    constexpr int abreast = 4;  // looks that do not wait for one another
     while (i < i1 && !(seen && hidden)) {
-        if (visible(i, j)) seen = true;
-        else hidden = true;
-        i += down;
-        j += across;
-        if (j >= j1) {
-            j -= width;
-            ++i;
+        for (int n = 0; n < abreast; n++) {
+            const bool inside = i < i1, shown = inside && visible(i, j);
+            seen |= shown;
+            hidden |= inside && !shown;
+            i += down;
+            j += across;
+            if (j >= j1) {
+                j -= width;
+                ++i;
+            }
         }
     }
     if (!__syncthreads_or(seen)) return EMPTY;

@@ -1,0 +1,904 @@
+// FlashAttention-2, backward pass, in 16 bits on tensor cores (Dao 2024, algorithm 2; Chu, Liu and Lin 2026, algorithms 6 and 8).
+//
+// fa2_backward_keys: a block of threads owns Bc keys of one key head and runs over the Q blocks of all query heads that share it. A warp owns
+// sixteen keys and computes S^T = K Q^T and dP^T = V dO^T, so that P^T and dS^T lie in its registers as operands of dV += P^T dO and
+// dK += dS^T Q; dS alone passes through on-chip memory, for dQ_i += dS K, in which warps stand in another grid. Where dK and dV of sixteen keys
+// are more than the registers of a warp (d > 128), two warps share them: each has half of Br in S^T and dP^T and half of d in the sums, and P^T
+// passes through on-chip memory too.
+// On chip: K (Bc, d), V (Bc, dv), dS^T (Bc, Br), with two warps P^T (Bc, Br), and once or twice, for this step and the next, Q (Br, d),
+// dO (Br, dv), lse, delta (Br); in registers P (Br, Bc), dK (Bc, d), dV (Bc, dv), dQ (Br, d).
+//
+// dQ_i goes to device memory by atomic additions, unless DETERMINISTIC. Its sums lie there as the lanes of a warp hold them ("pieces" of
+// 16 x 8 numbers), so that an addition of 16 bytes a lane is one of 512 neighbouring bytes; fa2_backward_finish makes rows of them.
+//
+// fa2_backward_queries, for DETERMINISTIC: the same with the roles exchanged. A block owns Bc rows of a query head and runs over the K/V blocks
+// of Br keys; S and dP lie in registers as operands of dQ += dS K.
+//
+// All start from delta = rowsum(dO * O) - dlse (side_gradients.cu).
+
+#include "numbers.cuh"
+#include "call.cuh"
+#include "tile.cuh"
+#include "products.cuh"
+#include "philox.cuh"
+#include "scores.cuh"
+#include "softmax.cuh"
+#include "gradient.cuh"
+#include "padding.cuh"
+#include "halves.cuh"
+
+constexpr int WARPS = THREADS / WARP_SIZE;
+constexpr int KEY_WARPS = BC / 16;  // of sixteen own rows each: keys, or rows of fa2_backward_queries
+constexpr int SHARING = WARPS / KEY_WARPS;  // warps that share sixteen own rows
+constexpr int COLUMNS_D = line_columns(D), COLUMNS_V = line_columns(DV), COLUMNS_S = line_columns(BR);
+
+// Where the tiles begin, in bytes. OWN: K, V, or Q, dO of fa2_backward_queries; PASSING: Q, dO, or K, V, for one step or two.
+constexpr int OWN_V = BC * COLUMNS_D * 2, PASSING = OWN_V + BC * COLUMNS_V * 2;
+constexpr int PASSING_V = BR * COLUMNS_D * 2, STAGE = PASSING_V + BR * COLUMNS_V * 2;
+constexpr int FACTOR = BC * COLUMNS_S * 2, FACTORS = SHARING * FACTOR;  // dS^T, and before it P^T where it is there
+constexpr int STATISTICS = 2 * BR * (int)sizeof(float);                 // lse, delta of a step
+constexpr int STAGES = (TILE_BYTES - PASSING - FACTORS) / (STAGE + STATISTICS);
+constexpr int FACTORS_AT = PASSING + STAGES * STAGE, DS_AT = FACTORS_AT + FACTORS - FACTOR, STATISTICS_AT = FACTORS_AT + FACTORS;
+constexpr int ROWS_AT = STATISTICS_AT + STAGES * STATISTICS, ROWS_BYTES = 64;
+static_assert(ROWS_AT + ROWS_BYTES == TILE_BYTES && (STAGES == 1 || STAGES == 2), "the plan's tiles");
+static_assert(WARPS == KEY_WARPS * SHARING && (SHARING == 1 || SHARING == 2) && BR % 32 == 0, "whole pieces");
+static_assert(THREADS >= 2 * BR, "a thread has one number of lse or delta");
+
+constexpr int FAR = 1 << 30;  // beyond all rows and keys of a call that these kernels take
+constexpr unsigned TILE_ALIGNMENT = 1024;
+
+// Scores without options become powers of two in one multiply-add. Others are in natural units, and the difference to lse comes first: a large
+// one times log2(e) could overflow.
+constexpr bool IN_SUMS = PLAIN && !DROPOUT;
+constexpr bool POWERS = IN_SUMS && SCALE_LATER;
+
+// A warp's part of Br in S and dP, and how many of those rows are there at once where options make their code long.
+constexpr int WARP_PART = BR / SHARING, MOST = WARP_PART < 64 ? WARP_PART : 64, AT_ONCE = 16;
+
+// A warp's part of the columns of dK, dV or fa2_backward_queries' dQ: pieces of sixteen.
+template <int N> struct Part {
+    static constexpr int COUNT = ceil_div(depth_columns(N) / 16, SHARING), COLUMNS = 16 * COUNT;
+};
+
+constexpr bool MANY_SUMS = Part<D>::COUNT + Part<DV>::COUNT > 8;
+
+__device__ __forceinline__ int own_warp() { return threadIdx.x / WARP_SIZE / SHARING; }
+__device__ __forceinline__ int part_of_warp() { return SHARING == 1 ? 0 : threadIdx.x / WARP_SIZE % SHARING; }
+
+// The nth of COUNT neighbouring pieces of columns, the first of which is `first`, a multiple of 16 COUNT.
+template <int COUNT, int COLUMNS> __device__ __forceinline__ unsigned column_piece(unsigned at, int y, int first, int n)
+{
+    if constexpr ((COUNT & (COUNT - 1)) == 0)  // then no sum of chunks carries, and what depends on `first` leaves the loop
+        return piece_at<COLUMNS>(piece_at<COLUMNS>(at, 0, first), y, 16 * n);
+    else
+        return piece_at<COLUMNS>(at, y, first + 16 * n);
+}
+
+// ---- products of a warp ----------------------------------------------------------------------------------------------------------
+
+// X = A B^T over N columns: sixteen rows of A, ROWS of B from row y on.
+template <int N, int ROWS> __device__ __forceinline__ void row_products(float (&X)[ROWS / 8][4], unsigned a, unsigned b, int y)
+{
+#pragma unroll
+    for (int n = 0; n < ROWS / 8; n++)
+#pragma unroll
+        for (int e = 0; e < 4; e++)
+            X[n][e] = 0;
+#pragma unroll
+    for (int k = 0; k < depth_columns(N); k += 16) {
+        unsigned A[4];
+        read_piece<line_columns(N)>(A, a, 0, k);
+#pragma unroll
+        for (int n = 0; n < ROWS / 16; n++) {
+            unsigned B[4];
+            read_piece<line_columns(N)>(B, b, y + 16 * n, k);
+            multiply_both(X[2 * n], X[2 * n + 1], A, B);
+        }
+    }
+}
+
+// X += A B: A as pieces of sixteen columns, B the DEPTH rows of a tile from row y on, the warp's part of its N columns.
+template <int N, int DEPTH, class A>
+__device__ __forceinline__ void add_product(float (&X)[2 * Part<N>::COUNT][4], const A& a, unsigned b, int y)
+{
+    constexpr int COUNT = Part<N>::COUNT;
+#pragma unroll
+    for (int s = 0; s < DEPTH / 16; s++) {
+        unsigned factor[4];
+        a(factor, s);
+#pragma unroll
+        for (int n = 0; n < COUNT; n++) {
+            unsigned B[4];
+            load_matrices_transposed(B, column_piece<COUNT, line_columns(N)>(b, y + 16 * s, part_of_warp() * Part<N>::COLUMNS, n));
+            multiply_both(X[2 * n], X[2 * n + 1], factor, B);
+        }
+    }
+}
+
+template <int COUNT> __device__ __forceinline__ void clear(float (&X)[COUNT][4])
+{
+#pragma unroll
+    for (int n = 0; n < COUNT; n++)
+#pragma unroll
+        for (int e = 0; e < 4; e++)
+            X[n][e] = 0;
+}
+
+// Sixteen rows of numbers as pieces of an operand.
+template <int COUNT> struct Operand {
+    unsigned piece[COUNT / 2][4];
+
+    __device__ __forceinline__ Operand(const float (&X)[COUNT][4])
+    {
+#pragma unroll
+        for (int n = 0; n < COUNT; n++)
+#pragma unroll
+            for (int half = 0; half < 2; half++)
+                piece[n / 2][n % 2 * 2 + half] = pair_of(X[n][2 * half], X[n][2 * half + 1]);
+    }
+
+    __device__ __forceinline__ void operator()(unsigned (&words)[4], int s) const
+    {
+#pragma unroll
+        for (int e = 0; e < 4; e++)
+            words[e] = piece[s][e];
+    }
+
+    // Into the warp's own rows of a tile, from column x on.
+    __device__ __forceinline__ void put(unsigned tile, int x) const
+    {
+        const int y = 16 * own_warp() + lane_g();
+#pragma unroll
+        for (int n = 0; n < COUNT; n++)
+#pragma unroll
+            for (int half = 0; half < 2; half++)
+                store_shared(tile + chunk_at<COLUMNS_S>(y, x / 8 + n) + half * 8 * (COLUMNS_S * 2) + 4 * lane_t(), piece[n / 2][n % 2 * 2 + half]);
+    }
+};
+
+// The same from a tile; `at` is its address and lane_rows of the warp's own rows.
+struct PassedOperand {
+    unsigned at;
+
+    __device__ __forceinline__ void operator()(unsigned (&words)[4], int s) const { read_piece<COLUMNS_S>(words, at, 0, 16 * s); }
+};
+
+// ---- P and dS of a warp ------------------------------------------------------------------------------------------------------------
+
+// lse or delta where the own rows are keys: of the rows 8 n + 2 lane_t() and the next; and where they are rows of Q.
+struct PassingRows {
+    const float* first;  // that of n = 0
+    __device__ __forceinline__ float2 pair(int n, int) const { return *reinterpret_cast<const float2*>(first + 8 * n); }
+};
+struct OwnRows {
+    float x[2];
+    __device__ __forceinline__ float2 pair(int, int half) const { return make_float2(x[half], x[half]); }
+};
+
+// Which passing rows see, or are seen by, the lane's own rows (lane_g() and that plus 8): from `first` on, before `end`, both plus 8 for the
+// second of them; before `count`. `own`: of the own rows from the lane's first on so many exist. Passing rows are counted from the lane's first
+// of the tile.
+struct Seen {
+    int first, end, count, own;
+
+    // Is there nothing at 8 n + e % 2 of half e / 2?
+    __device__ __forceinline__ bool hides(int n, int e) const
+    {
+        const int half = e / 2, at = 8 * n + e % 2;
+        int low = -FAR, high = count;
+        if constexpr (BAND) {
+            low = first + 8 * half;
+            const int band_end = end + 8 * half;
+            high = band_end < high ? band_end : high;
+        }
+        return at < low || at >= high || 8 * half >= own;
+    }
+};
+
+// The same by a bit for each.
+struct Looked {
+    unsigned hidden;
+    __device__ __forceinline__ bool hides(int n, int e) const { return (hidden >> (4 * n + e) & 1) != 0; }
+};
+
+__device__ __forceinline__ int narrow_far(long long x) { return (int)clamp(x, -FAR, FAR); }
+
+// P = exp(S - lse), where it is not hidden.
+template <int COUNT, class Rows, class Hidden>
+__device__ __forceinline__ void probabilities(float (&S)[COUNT][4], float scale, const Rows& lse, bool partial, const Hidden& hidden)
+{
+#pragma unroll
+    for (int n = 0; n < COUNT; n++)
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            const float2 l = lse.pair(n, half);
+            S[n][2 * half] = multiply_add(S[n][2 * half], scale, -l.x);
+            S[n][2 * half + 1] = multiply_add(S[n][2 * half + 1], scale, -l.y);
+        }
+    if (partial) {
+        const auto of = hidden();
+#pragma unroll
+        for (int n = 0; n < COUNT; n++)
+#pragma unroll
+            for (int e = 0; e < 4; e++)
+                if (of.hides(n, e))
+                    S[n][e] = -INFINITE;
+    }
+#pragma unroll
+    for (int n = 0; n < COUNT; n++)
+#pragma unroll
+        for (int e = 0; e < 4; e++) {
+            const float above = least_or_nan(S[n][e], 0);  // P <= 1, whatever was rounded; NaN stays NaN
+            S[n][e] = POWERS ? exp2_approximately(above) : exponential(above);
+        }
+}
+
+// dP -> dS = P (dP - delta), where it is not hidden.
+template <int COUNT, class Rows, class Hidden>
+__device__ __forceinline__ void gradients_of_scores(
+    float (&dP)[COUNT][4], const float (&P)[COUNT][4], const Rows& delta, bool partial, const Hidden& hidden)
+{
+    if (partial) {  // dP of a hidden key may have overflown
+        const auto of = hidden();
+#pragma unroll
+        for (int n = 0; n < COUNT; n++)
+#pragma unroll
+            for (int e = 0; e < 4; e++)
+                if (of.hides(n, e))
+                    dP[n][e] = 0;
+    }
+#pragma unroll
+    for (int n = 0; n < COUNT; n++)
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            const float2 d = delta.pair(n, half);
+            dP[n][2 * half] = P[n][2 * half] * (dP[n][2 * half] - d.x);
+            dP[n][2 * half + 1] = P[n][2 * half + 1] * (dP[n][2 * half + 1] - d.y);
+        }
+}
+
+// lse as probabilities() takes it. A row that does not exist or sees no key has P = 0 by an lse of inf.
+__device__ __forceinline__ float shift_of(float lse)
+{
+    if (lse == -INFINITE)
+        return INFINITE;
+    return POWERS ? lse * LOG2E : lse;
+}
+
+// A tile as a warp sees it. Own and passing rows are keys and rows of Q, or the other way round.
+struct Tile {
+    int kind, m;            // m: the block of passing rows
+    long long own, passing;  // the lane's first own row, and the first of all passing rows
+    unsigned own_d, own_v, passing_d, passing_v;  // where the warp's own rows of K and V (Q and dO) are, and the passing ones of the others
+    float scale;
+};
+
+__device__ __forceinline__ unsigned word_of(uint4 words, int n) { return n == 0 ? words.x : n == 1 ? words.y : n == 2 ? words.z : words.w; }
+
+// What dropout keeps of COUNT pieces where the own rows are keys, bit 4 n + e for each number; j and i: those of n = e = 0. Four lanes own the
+// four neighbouring keys that share a counter: each asks for one in four of their rows, and they exchange the words.
+template <int COUNT> __device__ __forceinline__ unsigned kept_of_keys(const Call& call, const Head& at, long long j, long long i)
+{
+    static_assert(4 * COUNT <= 32, "a bit for each");
+    const int mine = lane_g() % 4;
+    const unsigned threshold = (unsigned)call.keep_threshold;
+    unsigned keeps = 0;
+#pragma unroll
+    for (int n = 0; n < COUNT; n++) {
+        const uint4 words = philox((unsigned)((j + mine / 2 * 8) / 4), (unsigned)(i + 8 * n + mine % 2), (unsigned)at.h, (unsigned)at.s.b,
+            (unsigned long long)call.seed);
+#pragma unroll
+        for (int distance = 0; distance < 4; distance++) {
+            const int other = mine ^ distance;
+            const unsigned given = word_of(words, other);
+            const unsigned word = distance == 0 ? given : __shfl_xor_sync(WARP, given, 4 * distance);
+            keeps |= (unsigned)(word >= threshold) << (4 * n + other);
+        }
+    }
+    return keeps;
+}
+
+// dS for COUNT pieces of eight passing rows, from row `first` of the block on; take(P) is called as soon as P is there.
+// seen_from(x): what the lane sees from passing row x on.
+template <bool OWN_KEYS, bool LOOK, int COUNT, class Rows, class SeenFrom, class Take>
+__device__ __forceinline__ void score_gradients(
+    const Call& call, const Head& at, const Tile& tile, const SeenFrom& seen_from, int first, const Rows& lse, const Rows& delta,
+    float (&dS)[COUNT][4], const Take& take)
+{
+    constexpr int ROWS = 8 * COUNT;
+    const unsigned d = tile.passing_d + lane_columns<COLUMNS_D>(), dv = tile.passing_v + lane_columns<COLUMNS_V>();
+    const int x = tile.m * BR + first + 2 * lane_t();
+    auto passing = [&](int n, int e) { return tile.passing + x + 8 * n + e % 2; };
+    auto own = [&](int e) { return tile.own + e / 2 * 8; };
+    float P[COUNT][4];
+    row_products<D, ROWS>(P, tile.own_d, d, first);
+    if constexpr (IN_SUMS) {
+        unsigned looked = 0;
+        if constexpr (LOOK) {
+            static_assert(4 * COUNT <= 32, "a bit for each");
+#pragma unroll
+            for (int n = 0; n < COUNT; n++)
+#pragma unroll
+                for (int e = 0; e < 4; e++)
+                    if (!visible(call, at, OWN_KEYS ? passing(n, e) : own(e), OWN_KEYS ? own(e) : passing(n, e)))
+                        looked |= 1u << (4 * n + e);
+        }
+        const bool partial = tile.kind != FULL;
+        auto hides = [&] {  // found where it is needed: until then it takes no registers
+            if constexpr (LOOK)
+                return Looked{looked};
+            else
+                return seen_from(tile.m * BR + first + 2 * lane_t());
+        };
+        probabilities(P, tile.scale, lse, partial, hides);
+        take(P);
+        if constexpr (MANY_SUMS)
+            __syncwarp();  // else the compiler begins the next product early, for which there are no registers
+        row_products<DV, ROWS>(dS, tile.own_v, dv, first);
+        gradients_of_scores(dS, P, delta, partial, hides);
+    } else {
+        row_products<DV, ROWS>(dS, tile.own_v, dv, first);
+        unsigned keeps = 0;
+        if constexpr (DROPOUT && OWN_KEYS)
+            keeps = kept_of_keys<COUNT>(call, at, tile.own, tile.passing + x);
+#pragma unroll
+        for (int n = 0; n < COUNT; n++)
+#pragma unroll
+            for (int e = 0; e < 4; e++) {
+                auto statistic = [&](const Rows& rows) {
+                    const float2 pair = rows.pair(n, e / 2);
+                    return e % 2 ? pair.y : pair.x;
+                };
+                float p, ds;
+                const long long i = OWN_KEYS ? passing(n, e) : own(e), j = OWN_KEYS ? own(e) : passing(n, e);
+                visible_gradient<true>(
+                    call, at, tile.kind, P[n][e], dS[n][e], [&] { return statistic(lse); }, [&] { return statistic(delta); },
+                    [&] { return OWN_KEYS ? (keeps >> (4 * n + e) & 1) != 0 : kept(call, at.s.b, at.h, i, j); }, i, j, p, ds);
+                P[n][e] = p;
+                dS[n][e] = ds;
+            }
+        take(P);
+    }
+}
+
+// ---- sums of dQ in device memory -----------------------------------------------------------------------------------------------------
+
+constexpr int PIECE = 16 * 8;  // numbers of a piece: sixteen rows of eight columns
+constexpr int ROW_PIECES = ceil_div(D, 8);
+#if __CUDA_ARCH__ >= 900
+constexpr bool VECTOR_ADDS = true;  // lane n holds the numbers 4 n, ...
+#else
+constexpr bool VECTOR_ADDS = false;  // lane n holds n, 32 + n, ...
+#endif
+
+// The first of all sixteen rows of a sequence. Packed ones begin at a multiple of sixteen rows of their own.
+__device__ __forceinline__ long long first_sixteen(const Sequence& s) { return PACKED ? s.q_start / 16 + s.b : 0; }
+
+// The first piece of the n-th sixteen rows of a head.
+__device__ __forceinline__ float* pieces_of(const Call& call, long long slot, long long h, long long n)
+{
+    const long long each = PACKED ? call.rows_q / 16 + call.B + 1 : (call.rows_q + 15) / 16;
+    return call.sums + ((slot * call.Hq + h) * each + n) * (ROW_PIECES * PIECE);
+}
+
+__device__ __forceinline__ void add_piece(float* piece, const float (&x)[4])
+{
+    const int lane = threadIdx.x % WARP_SIZE;
+#if __CUDA_ARCH__ >= 900
+    atomicAdd(reinterpret_cast<float4*>(piece + 4 * lane), make_float4(x[0], x[1], x[2], x[3]));
+#else
+#pragma unroll
+    for (int e = 0; e < 4; e++)
+        atomicAdd(piece + WARP_SIZE * e + lane, x[e]);
+#endif
+}
+
+// The grid of warps in dQ (Br, d): that with the fewest products of the warp that has most, then the fewest operands.
+constexpr int QUERY_ROWS = BR / 16, QUERY_COLUMNS = depth_columns(D) / 16;  // pieces
+
+__device__ constexpr int cost_of_grid(int across)
+{
+    const int m = ceil_div(QUERY_ROWS, ceil_div(WARPS, across)), n = ceil_div(QUERY_COLUMNS, across);
+    return 64 * m * n + m + n;
+}
+
+__device__ constexpr int best_grid()
+{
+    int found = 1;
+    for (int across = 2; across <= WARPS; across *= 2)
+        found = cost_of_grid(across) < cost_of_grid(found) ? across : found;
+    return found;
+}
+
+constexpr int ACROSS = best_grid();
+constexpr int QUERY_M = ceil_div(QUERY_ROWS, WARPS / ACROSS), QUERY_N = ceil_div(QUERY_COLUMNS, ACROSS);  // of a warp
+
+// Add dQ = dS K to its sums, as far as there are rows: `left` from the first on.
+__device__ __forceinline__ void add_queries(float* sums, unsigned on_chip, int left)
+{
+    const int row = threadIdx.x / WARP_SIZE / ACROSS * QUERY_M, column = threadIdx.x / WARP_SIZE % ACROSS * QUERY_N;
+    if (row >= QUERY_ROWS || 16 * row >= left || column >= QUERY_COLUMNS)
+        return;
+    const unsigned dS = on_chip + DS_AT + lane_columns<COLUMNS_S>(), K = on_chip + lane_rows<COLUMNS_D>();
+    float X[QUERY_M][2 * QUERY_N][4];
+#pragma unroll
+    for (int m = 0; m < QUERY_M; m++)
+        clear(X[m]);
+#pragma unroll
+    for (int s = 0; s < BC / 16; s++) {
+        unsigned A[QUERY_M][4];
+#pragma unroll
+        for (int m = 0; m < QUERY_M; m++)
+            load_matrices_transposed(A[m], column_piece<QUERY_M, COLUMNS_S>(dS, 16 * s, 16 * row, m));
+#pragma unroll
+        for (int n = 0; n < QUERY_N; n++) {
+            if (QUERY_COLUMNS % QUERY_N && column + n >= QUERY_COLUMNS)
+                break;
+            unsigned B[4];
+            load_matrices_transposed(B, column_piece<QUERY_N, COLUMNS_D>(K, 16 * s, 16 * column, n));
+#pragma unroll
+            for (int m = 0; m < QUERY_M; m++)
+                multiply_both(X[m][2 * n], X[m][2 * n + 1], A[m], B);
+        }
+    }
+#pragma unroll
+    for (int m = 0; m < QUERY_M; m++)
+        if (16 * (row + m) < left)
+#pragma unroll
+            for (int n = 0; n < 2 * QUERY_N; n++)
+                if (2 * QUERY_COLUMNS % (2 * QUERY_N) == 0 && D % 16 == 0 || 2 * column + n < ROW_PIECES)
+                    add_piece(sums + ((row + m) * ROW_PIECES + 2 * column + n) * PIECE, X[m][n]);
+}
+
+// ---- kernels -------------------------------------------------------------------------------------------------------------------------
+
+struct Walk {  // a step: the m-th block of passing rows, of the h-th head of the group, and the class of the tile
+    int m, h, kind;
+};
+
+// Write sixteen own rows of a gradient from a warp's part of their columns, or from the two parts of two warps. Through the tile at `own`, which
+// nobody reads any more. `full` of the rows get numbers, the others up to `exist` are padding.
+template <int N>
+__device__ __forceinline__ void store_own(
+    const float (&X)[1][2 * Part<N>::COUNT][4], float factor, unsigned own, elem* to, long long stride, int full, int exist)
+{
+    constexpr int ROW_BYTES = line_columns(N) * 2;
+    const int y = 16 * own_warp();
+    const float factors[2] = {factor, factor};
+    const bool empty[2] = {y + lane_g() >= full, y + lane_g() + 8 >= full};
+    put_rows<line_columns(N)>(X, factors, empty, own + y * ROW_BYTES, part_of_warp() * Part<N>::COLUMNS / CHUNK_HALVES);
+    if constexpr (SHARING == 1)
+        __syncwarp();
+    else
+        __syncthreads();  // all columns of the rows are there
+    const int first = y + part_of_warp() * (16 / SHARING);
+    write_rows<16 / SHARING, N>(own + first * ROW_BYTES, [&](int n) { return first + n < exist ? to + (first + n) * stride : nullptr; });
+}
+
+// The rows that see a block of keys, counted from i_low on, or i_first in the arrays: `steps` blocks of Br of each head up to h_end, of which
+// those from `whole` to `whole_end` see all keys; the n-th key is seen from row low + n on, before high + n. Block-uniform numbers that every
+// step asks for: they lie in on-chip memory, as registers are scarce.
+struct Rows {
+    long long i_first, sixteens;
+    unsigned slot;
+    int h_end, steps, count, whole, whole_end, low, high, keys;
+};
+static_assert(sizeof(Rows) <= ROWS_BYTES, "they have room");
+
+struct KeyBlock {
+    Sequence s;
+    long long h_kv, j0, end;  // end: of the keys that get gradients
+};
+
+__device__ __forceinline__ KeyBlock key_block(const Call& call, unsigned block)
+{
+    const unsigned blocks = (unsigned)call.blocks, bh = block / blocks, b = bh / (unsigned)call.Hkv;
+    KeyBlock keys;
+    keys.s = sequence(call, b);
+    keys.h_kv = bh - b * (unsigned)call.Hkv;
+    keys.j0 = (long long)(block - bh * blocks) * BC;
+    keys.end = PACKED ? keys.s.kv_length : call.Tk;
+    return keys;
+}
+
+// dV += P^T dO and dK += dS^T Q for ROWS rows of Q, from row `first` of the block on; or P^T and dS^T for them, where two warps share the sums.
+template <int ROWS, bool LOOK, class SeenFrom>
+__device__ __forceinline__ void add_rows(
+    const Call& call, const Head& at, const Tile& tile, const SeenFrom& seen_from, unsigned on_chip, const float* lse, int first,
+    float (&dK)[2 * Part<D>::COUNT][4], float (&dV)[2 * Part<DV>::COUNT][4])
+{
+    const PassingRows of_lse = {lse + first + 2 * lane_t()}, of_delta = {of_lse.first + BR};
+    float dS[ROWS / 8][4];
+    score_gradients<true, LOOK>(call, at, tile, seen_from, first, of_lse, of_delta, dS, [&](const float (&P)[ROWS / 8][4]) {
+        const Operand<ROWS / 8> factor(P);
+        if constexpr (SHARING == 1)
+            add_product<DV, ROWS>(dV, factor, tile.passing_v + lane_rows<COLUMNS_V>(), first);
+        else
+            factor.put(on_chip + FACTORS_AT, first);
+    });
+    const Operand<ROWS / 8> factor(dS);
+    if constexpr (SHARING == 2 || !DETERMINISTIC)
+        factor.put(on_chip + DS_AT, first);
+    if constexpr (SHARING == 1)
+        add_product<D, ROWS>(dK, factor, tile.passing_d + lane_rows<COLUMNS_D>(), first);
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) fa2_backward_keys(const __grid_constant__ Call call)
+{
+    extern __shared__ __align__(TILE_ALIGNMENT) unsigned char on_chip[];
+    const unsigned base = shared_address(on_chip);
+
+    const KeyBlock keys = key_block(call, blockIdx.x);
+    const Sequence& s = keys.s;
+    const long long h_kv = keys.h_kv, j0 = keys.j0;
+    const int group = (unsigned)call.Hq / (unsigned)call.Hkv, h_first = (int)h_kv * group;
+    if (j0 >= keys.end)
+        return;
+
+    long long i_low, i_high;
+    row_range(call, s, j0, i_low, i_high);
+    Rows first_rows;
+    {
+        Rows& r = first_rows;
+        r.i_first = s.q_start + i_low;
+        r.sixteens = first_sixteen(s) + i_low / 16;
+        r.slot = (unsigned)s.slot;
+        r.h_end = h_first + group;
+        r.steps = (int)((most(i_high - i_low, 0) + BR - 1) / BR);
+        r.count = narrow_far(s.q_length - i_low);
+        r.whole = r.low = 0;
+        r.whole_end = r.steps;
+        r.high = FAR;
+        r.keys = narrow_far(s.kv_length - j0);
+        if constexpr (BAND) {
+            const long long low = j0 - s.offset - call.band_upper - i_low, high = j0 - s.offset - call.band_lower + 1 - i_low;
+            r.whole = (narrow_far(low + BC - 1) + BR - 1) / BR;
+            if (r.count > high)
+                r.whole_end = (int)clamp(high, 0, FAR) / BR;
+            r.low = narrow_far(low);
+            r.high = narrow_far(high);
+        }
+        if (r.count / BR < r.whole_end)  // rows of padding see nothing
+            r.whole_end = r.count / BR;
+        if (r.keys < BC)
+            r.whole_end = 0;
+    }
+    Rows* const kept_rows = (Rows*)(on_chip + ROWS_AT);
+    if (threadIdx.x == 0)
+        *kept_rows = first_rows;
+
+    // The first step from here on
+    auto step_from = [&](const Rows& r, int m, int h) -> Walk {
+#if HAS_MASK
+        for (; h < r.h_end; h++, m = 0)
+            for (; m < r.steps; m++) {
+                const int kind = tile_kind(call, head(call, s, h, h_kv), i_low + (long long)m * BR, j0);
+                if (kind != EMPTY)
+                    return {m, h, kind};
+            }
+        return {0, r.h_end, EMPTY};
+#else
+        if (m >= r.steps) {
+            m = 0;
+            h = r.steps > 0 ? h + 1 : r.h_end;
+        }
+        return {m, h, PARTIAL};  // kind_of says more
+#endif
+    };
+    auto kind_of = [&](const Rows& r, const Walk& to) { return HAS_MASK ? to.kind : to.m >= r.whole && to.m < r.whole_end ? FULL : PARTIAL; };
+    auto load_rows = [&](const Rows& r, unsigned tile, const Walk& to) {
+        const long long i = r.i_first + (long long)to.m * BR + copied_row();
+        const int left = r.count - to.m * BR - copied_row();
+        const elem* const q = row_of(call.q, r.slot, to.h, i) + CHUNK_HALVES * copied_chunk();
+        const elem* const dout = row_of(call.dout, r.slot, to.h, i) + CHUNK_HALVES * copied_chunk();
+        load_halves<BR, D, false>(tile, [&](int n, bool& exists) { return (exists = n < left) ? q + n * call.q.row : call.q.data; });
+        load_halves<BR, DV, false>(
+            tile + PASSING_V, [&](int n, bool& exists) { return (exists = n < left) ? dout + n * call.dout.row : call.dout.data; });
+    };
+    // This thread's number of a step's lse or delta
+    const bool has_lse = threadIdx.x < BR;
+    auto statistic = [&](const Rows& r, const Walk& to) {
+        const int m = to.m * BR + threadIdx.x % BR;
+        const long long i = r.i_first + m, h = to.h;
+        if (threadIdx.x < 2 * BR && m < r.count)
+            return *(has_lse ? row_of(call.lse, r.slot, h, i) : row_of(call.delta, r.slot, h, i));
+        return has_lse ? INFINITE : 0;
+    };
+    float* const statistics = (float*)(on_chip + STATISTICS_AT);
+    auto put_statistic = [&](int stage, float x) {
+        if (threadIdx.x < 2 * BR)
+            statistics[stage * (2 * BR) + threadIdx.x] = has_lse ? shift_of(x) : x;
+    };
+
+    float dK[1][2 * Part<D>::COUNT][4], dV[1][2 * Part<DV>::COUNT][4];
+    clear(dK[0]);
+    clear(dV[0]);
+    Walk step = step_from(first_rows, 0, h_first);
+    const bool any = step.h < first_rows.h_end;
+
+    // Load K_j, V_j and the first Q_i, dO_i
+    if (any) {
+        const long long j_copied = s.k_start + j0 + copied_row();
+        const int left = narrow_far(s.kv_length - j0 - copied_row());
+        const elem* const K = row_of(call.k, s.slot, h_kv, j_copied) + CHUNK_HALVES * copied_chunk();
+        const elem* const V = row_of(call.v, s.slot, h_kv, j_copied) + CHUNK_HALVES * copied_chunk();
+        load_halves<BC, D, false>(base, [&](int n, bool& exists) { return (exists = n < left) ? K + n * call.k.row : call.k.data; });
+        load_halves<BC, DV, false>(base + OWN_V, [&](int n, bool& exists) { return (exists = n < left) ? V + n * call.v.row : call.v.data; });
+        load_rows(first_rows, base + PASSING, step);
+        put_statistic(0, statistic(first_rows, step));
+    }
+    commit_group();
+    const float scale = POWERS ? float(call.scale) * LOG2E : float(call.scale);
+
+    int stage = 0;
+    for (bool more = any; more;) {
+        const unsigned tiles = once_more(base), Q_i = tiles + PASSING + stage * STAGE, dO_i = Q_i + PASSING_V;
+        const unsigned own_K = tiles + 16 * own_warp() * (COLUMNS_D * 2) + lane_rows<COLUMNS_D>();
+        const unsigned own_V = tiles + OWN_V + 16 * own_warp() * (COLUMNS_V * 2) + lane_rows<COLUMNS_V>();
+        const int next_stage = STAGES == 2 ? stage ^ 1 : 0;
+        await_groups<0>();
+        __syncthreads();  // Q_i and dO_i are there; no thread reads those of the step before, and its dS
+        const Rows& r = *kept_rows;
+        const Walk next = step_from(r, step.m + 1, step.h);
+        if constexpr (STAGES == 2) {
+            if (next.h < r.h_end)
+                load_rows(r, tiles + PASSING + next_stage * STAGE, next);
+            commit_group();
+        }
+        const float next_statistic = next.h < r.h_end ? statistic(r, next) : 0;  // asked for now, and put where it belongs later
+
+        // S^T = K Q^T, dP^T = V dO^T; P = exp(S - lse), dS = P (dP - delta)
+        // dV += P^T dO, dK += dS^T Q
+        const Head at = head(call, s, step.h, h_kv);
+        const int kind = kind_of(r, step);
+        const int y = 16 * own_warp() + lane_g();
+        auto seen_from = [&](int x) {
+            const int first_key = 16 * own_warp() + lane_g();
+            return Seen{r.low + first_key - x, r.high + first_key - x, r.count - x, r.keys - first_key};
+        };
+        const Tile tile = {kind, step.m, j0 + y, i_low, own_K, own_V, Q_i, dO_i, scale};
+        const float* const lse = statistics + stage * (2 * BR);
+        const int first = part_of_warp() * WARP_PART;
+        const bool at_once = IN_SUMS && (!HAS_MASK || tile.kind == FULL);
+        if constexpr (IN_SUMS)
+            if (at_once)
+#pragma unroll 1
+                for (int n = 0; n < WARP_PART; n += MOST)
+                    add_rows<MOST, false>(call, at, tile, seen_from, tiles, lse, first + n, dK[0], dV[0]);
+        if constexpr (HAS_MASK || !IN_SUMS)
+            if (!at_once)
+#pragma unroll 1
+                for (int n = 0; n < WARP_PART; n += AT_ONCE)
+                    add_rows<AT_ONCE, true>(call, at, tile, seen_from, tiles, lse, first + n, dK[0], dV[0]);
+        if constexpr (SHARING == 2) {
+            __syncthreads();  // P and dS are there
+            const unsigned own_factors = tiles + 16 * own_warp() * (COLUMNS_S * 2) + lane_rows<COLUMNS_S>();
+            add_product<DV, BR>(dV[0], PassedOperand{own_factors + FACTORS_AT}, dO_i + lane_rows<COLUMNS_V>(), 0);
+            add_product<D, BR>(dK[0], PassedOperand{own_factors + DS_AT}, Q_i + lane_rows<COLUMNS_D>(), 0);
+        }
+        if constexpr (STAGES == 1 || (SHARING == 1 && !DETERMINISTIC))
+            __syncthreads();  // dS is there, and no thread reads Q_i and dO_i any more
+        if (next.h < r.h_end)
+            put_statistic(next_stage, next_statistic);
+        if constexpr (STAGES == 1) {
+            if (next.h < r.h_end)
+                load_rows(r, tiles + PASSING, next);
+            commit_group();
+        }
+
+        // dQ_i += dS K
+        if constexpr (!DETERMINISTIC)
+            add_queries(pieces_of(call, r.slot, step.h, r.sixteens + step.m * (BR / 16)), tiles, r.count - step.m * BR);
+        more = next.h < r.h_end;
+        step = next;
+        stage = next_stage;
+    }
+    await_groups<0>();
+    __syncthreads();  // no thread reads K_j and V_j any more
+
+    // Write dK_j, dV_j
+    const KeyBlock own = key_block(call, once_more(blockIdx.x));
+    const int full = narrow_far(own.s.kv_length - own.j0), exist = narrow_far(own.end - own.j0);
+    const long long row = own.s.k_start + own.j0;
+    store_own<D>(dK, float(call.scale), base, row_of(call.dk, own.s.slot, own.h_kv, row), call.dk.row, full, exist);
+    store_own<DV>(dV, 1, base + OWN_V, row_of(call.dv, own.s.slot, own.h_kv, row), call.dv.row, full, exist);
+}
+
+#if DETERMINISTIC
+// dQ += dS K for KEYS keys, from key `first` of the block on; or dS for them, where two warps share the sums.
+template <int KEYS, bool LOOK, class SeenFrom>
+__device__ __forceinline__ void add_keys(
+    const Call& call, const Head& at, const Tile& tile, const SeenFrom& seen_from, unsigned on_chip, const OwnRows& lse, const OwnRows& delta,
+    int first, float (&dQ)[2 * Part<D>::COUNT][4])
+{
+    float dS[KEYS / 8][4];
+    score_gradients<false, LOOK>(call, at, tile, seen_from, first, lse, delta, dS, [](const float (&)[KEYS / 8][4]) {});
+    const Operand<KEYS / 8> factor(dS);
+    if constexpr (SHARING == 1)
+        add_product<D, KEYS>(dQ, factor, tile.passing_d + lane_rows<COLUMNS_D>(), first);
+    else
+        factor.put(on_chip + DS_AT, first);
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) fa2_backward_queries(const __grid_constant__ Call call)
+{
+    extern __shared__ __align__(TILE_ALIGNMENT) unsigned char on_chip[];
+    const unsigned base = shared_address(on_chip);
+
+    const unsigned blocks = (unsigned)call.blocks, bh = blockIdx.x / blocks, b = bh / (unsigned)call.Hq;
+    const Sequence s = sequence(call, b);
+    const Head at = head(call, s, bh - b * (unsigned)call.Hq, (bh - b * (unsigned)call.Hq) / ((unsigned)call.Hq / (unsigned)call.Hkv));
+    const long long i0 = (long long)(blocks - 1 - (blockIdx.x - bh * blocks)) * BC;
+    const long long rows_end = PACKED ? s.q_length : call.Tq;
+    if (i0 >= rows_end)
+        return;
+
+    // Blocks of keys, counted from j_low on, as those of rows in fa2_backward_keys
+    long long j_low, j_high;
+    key_range<BC, BR>(call, s, i0, j_low, j_high);
+    const int steps = (int)((most(j_high - j_low, 0) + BR - 1) / BR), keys = narrow_far(s.kv_length - j_low);
+    int whole = 0, whole_end = keys / BR;
+    const int y = 16 * own_warp() + lane_g();
+    Seen seen = {0, 0, keys, narrow_far(s.q_length - i0 - y)};  // from key j_low on
+    if constexpr (BAND) {
+        const long long low = i0 + s.offset + call.band_lower - j_low, high = i0 + s.offset + call.band_upper + 1 - j_low;
+        whole = (narrow_far(low + BC - 1) + BR - 1) / BR;
+        whole_end = (int)clamp(high, 0, keys) / BR;
+        seen.first = narrow_far(low + y);
+        seen.end = narrow_far(high + y);
+    }
+    if (i0 + BC > s.q_length)
+        whole_end = 0;
+
+    // The first step from here on; steps are at an end at m = steps
+    auto step_from = [&](int m) -> Walk {
+#if HAS_MASK
+        for (; m < steps; m++) {
+            const int kind = tile_kind<BC, BR>(call, at, i0, j_low + (long long)m * BR);
+            if (kind != EMPTY)
+                return {m, 0, kind};
+        }
+        return {steps, 0, EMPTY};
+#else
+        return {m, 0, m >= whole && m < whole_end ? FULL : PARTIAL};
+#endif
+    };
+    const long long j_copied = s.k_start + j_low + copied_row();
+    const elem* const K = row_of(call.k, s.slot, at.h_kv, j_copied) + CHUNK_HALVES * copied_chunk();
+    const elem* const V = row_of(call.v, s.slot, at.h_kv, j_copied) + CHUNK_HALVES * copied_chunk();
+    auto load_keys = [&](unsigned tile, int m) {
+        const long long j = (long long)m * BR;
+        const int left = keys - m * BR - copied_row();
+        const elem *const k = K + j * call.k.row, *const v = V + j * call.v.row;
+        load_halves<BR, D, false>(tile, [&](int n, bool& exists) { return (exists = n < left) ? k + n * call.k.row : call.k.data; });
+        load_halves<BR, DV, false>(tile + PASSING_V, [&](int n, bool& exists) { return (exists = n < left) ? v + n * call.v.row : call.v.data; });
+    };
+
+    float dQ[1][2 * Part<D>::COUNT][4];
+    clear(dQ[0]);
+    OwnRows lse, delta;
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        const long long i = i0 + y + 8 * half;
+        lse.x[half] = i < s.q_length ? shift_of(row_lse(call, at, i)) : INFINITE;
+        delta.x[half] = i < s.q_length ? row_delta(call, at, i) : 0;
+    }
+    Walk step = step_from(0);
+
+    // Load Q_i, dO_i and the first K_j, V_j
+    if (step.m < steps) {
+        const long long i_copied = s.q_start + i0 + copied_row();
+        const int left = narrow_far(s.q_length - i0 - copied_row());
+        const elem* const Q = row_of(call.q, s.slot, at.h, i_copied) + CHUNK_HALVES * copied_chunk();
+        const elem* const dO = row_of(call.dout, s.slot, at.h, i_copied) + CHUNK_HALVES * copied_chunk();
+        load_halves<BC, D, false>(base, [&](int n, bool& exists) { return (exists = n < left) ? Q + n * call.q.row : call.q.data; });
+        load_halves<BC, DV, false>(
+            base + OWN_V, [&](int n, bool& exists) { return (exists = n < left) ? dO + n * call.dout.row : call.dout.data; });
+        load_keys(base + PASSING, step.m);
+    }
+    commit_group();
+    const unsigned own_Q = base + 16 * own_warp() * (COLUMNS_D * 2) + lane_rows<COLUMNS_D>();
+    const unsigned own_dO = base + OWN_V + 16 * own_warp() * (COLUMNS_V * 2) + lane_rows<COLUMNS_V>();
+    const float scale = POWERS ? float(call.scale) * LOG2E : float(call.scale);
+
+    int stage = 0;
+    while (step.m < steps) {
+        const Walk next = step_from(step.m + 1);
+        const unsigned K_j = base + PASSING + stage * STAGE, V_j = K_j + PASSING_V;
+        const int next_stage = STAGES == 2 ? stage ^ 1 : 0;
+        await_groups<0>();
+        __syncthreads();  // K_j and V_j are there; no thread reads those of the step before, and its dS
+        if constexpr (STAGES == 2) {
+            if (next.m < steps)
+                load_keys(base + PASSING + next_stage * STAGE, next.m);
+            commit_group();
+        }
+
+        // S = Q K^T, dP = dO V^T; P = exp(S - lse), dS = P (dP - delta)
+        // dQ += dS K
+        auto seen_from = [&](int x) { return Seen{seen.first - x, seen.end - x, seen.count - x, seen.own}; };
+        const Tile tile = {step.kind, step.m, i0 + y, j_low, own_Q, own_dO, K_j, V_j, scale};
+        const int first = part_of_warp() * WARP_PART;
+        const bool at_once = IN_SUMS && (!HAS_MASK || tile.kind == FULL);
+        if constexpr (IN_SUMS)
+            if (at_once)
+#pragma unroll 1
+                for (int n = 0; n < WARP_PART; n += MOST)
+                    add_keys<MOST, false>(call, at, tile, seen_from, base, lse, delta, first + n, dQ[0]);
+        if constexpr (HAS_MASK || !IN_SUMS)
+            if (!at_once)
+#pragma unroll 1
+                for (int n = 0; n < WARP_PART; n += AT_ONCE)
+                    add_keys<AT_ONCE, true>(call, at, tile, seen_from, base, lse, delta, first + n, dQ[0]);
+        if constexpr (SHARING == 2) {
+            __syncthreads();  // dS is there
+            const PassedOperand factor_dS = {base + DS_AT + 16 * own_warp() * (COLUMNS_S * 2) + lane_rows<COLUMNS_S>()};
+            add_product<D, BR>(dQ[0], factor_dS, K_j + lane_rows<COLUMNS_D>(), 0);
+        }
+        if constexpr (STAGES == 1) {
+            __syncthreads();  // no thread reads K_j and V_j any more
+            if (next.m < steps)
+                load_keys(base + PASSING, next.m);
+            commit_group();
+        }
+        step = next;
+        stage = next_stage;
+    }
+    await_groups<0>();
+    __syncthreads();  // no thread reads Q_i any more
+
+    // Write dQ_i
+    store_own<D>(
+        dQ, float(call.scale), base, row_of(call.dq, s.slot, at.h, s.q_start + i0), call.dq.row, narrow_far(s.q_length - i0),
+        narrow_far(rows_end - i0));
+}
+
+#else
+
+// dQ = scale * the sums, in the dtype of q, for blocks of Br rows. Rows of padding are 0. A thread has eight columns of two rows: those of four
+// lanes' numbers of a piece.
+extern "C" __global__ void __launch_bounds__(THREADS) fa2_backward_finish(const __grid_constant__ Call call)
+{
+    const unsigned blocks = (unsigned)call.blocks, bh = blockIdx.x / blocks, b = bh / (unsigned)call.Hq;
+    const Sequence s = sequence(call, b);
+    const long long h = bh - b * (unsigned)call.Hq, i0 = (long long)(blockIdx.x - bh * blocks) * BR;
+    const int left = narrow_far((PACKED ? s.q_length : call.Tq) - i0), full = narrow_far(s.q_length - i0);
+    const float* const sums = pieces_of(call, s.slot, h, first_sixteen(s) + i0 / 16);
+    const float scale = float(call.scale);
+    for (int n = threadIdx.x; n < BR / 2 * ROW_PIECES; n += THREADS) {
+        const int piece = n % ROW_PIECES, row = n / ROW_PIECES / 8 * 16 + n / ROW_PIECES % 8;
+        if (row >= left)
+            continue;
+        const float* const from = sums + (row / 16 * ROW_PIECES + piece) * PIECE;
+        float4 x[4];
+#pragma unroll
+        for (int e = 0; e < 4; e++)
+            x[e] = *reinterpret_cast<const float4*>(from + (VECTOR_ADDS ? 4 * (4 * (row % 8) + e) : WARP_SIZE * e + 4 * (row % 8)));
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            const int i = row + 8 * half;
+            if (i >= left)
+                continue;
+            float X[8];
+            if constexpr (VECTOR_ADDS) {
+#pragma unroll
+                for (int t = 0; t < 4; t++) {
+                    X[2 * t] = half ? x[t].z : x[t].x;
+                    X[2 * t + 1] = half ? x[t].w : x[t].y;
+                }
+            } else {
+#pragma unroll
+                for (int e = 0; e < 2; e++) {
+                    const float4 lanes = x[2 * half + e];
+                    X[e] = lanes.x, X[2 + e] = lanes.y, X[4 + e] = lanes.z, X[6 + e] = lanes.w;
+                }
+            }
+#pragma unroll
+            for (int c = 0; c < 8; c++)
+                X[c] = i < full ? X[c] * scale : 0;
+            store_chunk<D>(row_of(call.dq, s.slot, h, s.q_start + i0 + i), 8 * piece,
+                make_uint4(pair_of(X[0], X[1]), pair_of(X[2], X[3]), pair_of(X[4], X[5]), pair_of(X[6], X[7])));
+        }
+    }
+}
+#endif

@@ -1,0 +1,525 @@
+// FlashAttention-2, backward pass (Dao 2024, algorithm 2; Chu, Liu and Lin 2026, algorithm 8) for 16-bit inputs on Hopper.
+//
+// fa2_backward_keys: a block of threads owns Bc = 128 keys of one key head and runs over the Q blocks of all query heads that share it.
+// One warpgroup copies (tensor maps), two compute: each of these owns 64 of the keys, with dK and dV in registers. Everything is transposed,
+// S^T = K Q^T and dP^T = V dO^T, so that P^T is a factor of dV += P^T dO where it is, in registers. dS^T goes to shared memory, as a factor
+// of dK += dS^T Q and of dQ_i = dS K, in which both warpgroups' keys have a share. dQ_i is added to float32 sums in device memory, in the
+// order in which the registers hold it. Products with dO are under way while P and dS are computed, those with Q while dQ is added.
+// On chip:  K (Bc, d), V (Bc, dv), three Q (Br, d), three dO (Br, dv), two dS^T (Bc, Br) in 16 bits; three lse and delta (Br), barriers;
+//           in registers S (Bc, Br), dP (Bc, 64), dK (Bc, d), dV (Bc, dv), dQ (Br, d).
+//
+// fa2_backward_finish: dQ = scale * those sums, row by row.
+//
+// Scores are plain ones: what hides keys is a band, and lengths. Rows and keys past the lengths are zeros on chip, so that products with
+// them are, too: of such a row, lse is +infinity, hence P = 0; such a key is hidden as the band hides others.
+// Both start from delta = rowsum(dO * O) - dlse (side_gradients.cu).
+
+#include "numbers.cuh"
+#include "call.cuh"
+#include "tile.cuh"
+#include "padding.cuh"
+#include "hopper.cuh"
+
+// Of factors that may be in shared memory or in registers: dS^T in registers would have to wait for dK before S of the next step begins; V is
+// where registers are left for it.
+#define DS_FROM_SHARED 1
+constexpr bool V_IN_REGISTERS = BR == 128;
+
+constexpr int WARP_LANES = 32, WARPS = WARPGROUP / WARP_LANES;  // of a warpgroup
+constexpr int COMPUTING = 2, KEYS = BC / COMPUTING;             // warpgroups, and the keys of each
+constexpr int KEYS_THREADS = (1 + COMPUTING) * WARPGROUP;
+constexpr int STAGES = 3, S_STAGES = 2;  // of Q and dO on chip; of dS
+constexpr int TO_D = ceil_div(D, SLAB) * SLAB, TO_V = ceil_div(DV, SLAB) * SLAB;
+constexpr int PART = 64, PARTS = BR / PART;  // rows that dP has at a time
+constexpr int SUM = 16;  // products that a matrix product of a warpgroup sums
+static_assert(KEYS == 64 && BR % SLAB == 0 && ALIGNED && D % 8 == 0 && DV % 8 == 0, "what products and copies can do");
+
+// Who computes which part of dQ_i, 64 rows each: half of the columns, or half of the rows; or all of it, from the warpgroup's own keys.
+constexpr bool BY_COLUMNS = BR == 64 && TO_D == 128, BY_ROWS = BR == 128 && TO_D == 64, BY_KEYS = !BY_COLUMNS && !BY_ROWS;
+constexpr int DQ_COLUMNS = BY_COLUMNS ? TO_D / 2 : TO_D;
+static_assert(!BY_KEYS || BR == 64, "all rows");
+constexpr int PATCH = 64 * DQ_COLUMNS;          // numbers of it
+constexpr int PATCHES = BR * TO_D / PATCH;      // in a block of rows
+constexpr int LANE_NUMBERS = 4;                 // neighbouring numbers of a lane there
+
+// Where things are on chip, in bytes.
+constexpr int AT_K = 0, AT_V = AT_K + BC * TO_D * 2, AT_Q = AT_V + BC * TO_V * 2, AT_DO = AT_Q + STAGES * BR * TO_D * 2;
+constexpr int AT_DS = AT_DO + STAGES * BR * TO_V * 2, AT_LSE = AT_DS + S_STAGES * BC * BR * 2;
+constexpr int AT_DELTA = AT_LSE + STAGES * BR * 4, AT_BARRIERS = AT_DELTA + STAGES * BR * 4;
+constexpr int K_THERE = 0, V_THERE = 1, Q_THERE = 2, O_THERE = Q_THERE + STAGES, READ = O_THERE + STAGES, BARRIERS = READ + STAGES;
+static_assert(AT_BARRIERS + BARRIERS * 8 == TILE_BYTES, "tiling.py and this file disagree on what is on chip");
+
+constexpr int MAP_Q = 0, MAP_K = 1, MAP_V = 2, MAP_DO = 3;
+constexpr int ALL_MEET = 1, WARPGROUP_MEETS = 2;  // named barriers: of all that compute, and one of each warpgroup
+constexpr int COPYING_REGISTERS = 24, COMPUTING_REGISTERS = 240;
+
+// Which keys of which head, and the rows that see some of them: of every query head, from i_low (the start of a block) on, before i_high.
+struct Work {
+    int b, h, j0;               // sequence, key head, first key
+    int slot, q_start, k_start;  // where row 0 and key 0 lie
+    int q_length, kv_length;
+    int i_low, i_high, steps;
+    long long offset;
+};
+
+__device__ __forceinline__ Work work_of(const Call& call)
+{
+    // Heads come in sections whose matrices L2 can hold; of a section the first keys first, which most rows see if it is causal.
+    Work work;
+    const unsigned heads = (unsigned)(call.B * call.Hkv), blocks = (unsigned)call.blocks, section = (unsigned)call.section;
+    const unsigned first = blockIdx.x / (section * blocks) * section, rest = blockIdx.x - first * blocks;
+    const unsigned count = heads - first < section ? heads - first : section, bh = first + rest % count;
+    work.j0 = (int)(rest / count) * BC;
+    work.b = (int)(bh / (unsigned)call.Hkv);
+    work.h = (int)(bh % (unsigned)call.Hkv);
+    const Sequence s = sequence(call, work.b);
+    work.slot = (int)s.slot, work.q_start = (int)s.q_start, work.k_start = (int)s.k_start;
+    work.q_length = (int)s.q_length, work.kv_length = (int)s.kv_length, work.offset = s.offset;
+    work.i_low = 0, work.i_high = work.j0 < work.kv_length ? work.q_length : 0;
+    if constexpr (BAND) {
+        const long long j1 = least(work.j0 + BC, s.kv_length);
+        work.i_low = (int)clamp(work.j0 - s.offset - call.band_upper, 0, work.i_high) / BR * BR;
+        work.i_high = (int)clamp(j1 - s.offset - call.band_lower, 0, work.i_high);
+    }
+    work.steps = work.i_high > work.i_low ? (work.i_high - work.i_low + BR - 1) / BR * ((int)call.Hq / (int)call.Hkv) : 0;
+    return work;
+}
+
+// The sums of dQ lie in blocks of BR rows and TO_D columns; a sequence begins a new one. How many a head has, and where those of one begin.
+__device__ __forceinline__ long long blocks_of_head(const Call& call)
+{
+    return PACKED ? call.rows_q / BR + call.B : (call.Tq + BR - 1) / BR;
+}
+
+__device__ __forceinline__ float* sums_of_head(const Call& call, long long b, long long h, long long q_start)
+{
+    if constexpr (PACKED)  // sequences before have at most as many
+        return call.sums + (h * blocks_of_head(call) + q_start / BR + b) * (BR * TO_D);
+    return call.sums + (b * call.Hq + h) * blocks_of_head(call) * (BR * TO_D);
+}
+
+// Which stage is next, and the parity of the phase that its barriers are in.
+struct Ring {
+    int stage = 0, parity = 0;
+    __device__ __forceinline__ void next()
+    {
+        if (++stage == STAGES)
+            stage = 0, parity ^= 1;
+    }
+};
+
+// ---- the warps that copy ---------------------------------------------------------------------------------------------------
+
+// All slabs of a box.
+template <int ROWS, int COLUMNS>
+__device__ __forceinline__ void copy_slabs(unsigned char* to, const TensorMap& map, Barrier* barrier, int row, int h, int slot)
+{
+#pragma unroll
+    for (int x = 0; x < COLUMNS; x += SLAB)
+        copy_box(to + x / SLAB * ROWS * SLAB_ROW, map, barrier, x, row, h, slot);
+}
+
+__device__ __forceinline__ void copy_all(const MappedCall& argument, const Work& work, unsigned char* on_chip, Barrier* barriers)
+{
+    const Call& call = argument.call;
+    const int y = threadIdx.x;
+    if (y == 0) {
+        arrive_expecting(barriers + K_THERE, BC * TO_D * 2);
+        copy_slabs<BC, TO_D>(on_chip + AT_K, argument.map[MAP_K], barriers + K_THERE, work.k_start + work.j0, work.h, work.slot);
+    }
+    Ring to;
+    int h = work.h * ((int)call.Hq / (int)call.Hkv), i0 = work.i_low;
+    for (int steps = work.steps; steps > 0; steps--) {
+        // Q_i, dO_i, and V before the first
+        Barrier *const q_there = barriers + Q_THERE + to.stage, *const o_there = barriers + O_THERE + to.stage;
+        await(barriers + READ + to.stage, to.parity ^ 1);
+        if (y == 0) {
+            arrive_expecting(q_there, BR * TO_D * 2);
+            copy_slabs<BR, TO_D>(on_chip + AT_Q + to.stage * BR * TO_D * 2, argument.map[MAP_Q], q_there, work.q_start + i0, h, work.slot);
+            if (steps == work.steps) {
+                arrive_expecting(barriers + V_THERE, BC * TO_V * 2);
+                copy_slabs<BC, TO_V>(on_chip + AT_V, argument.map[MAP_V], barriers + V_THERE, work.k_start + work.j0, work.h, work.slot);
+            }
+            arrive_expecting(o_there, BR * TO_V * 2);
+            copy_slabs<BR, TO_V>(on_chip + AT_DO + to.stage * BR * TO_V * 2, argument.map[MAP_DO], o_there, work.q_start + i0, h, work.slot);
+        }
+
+        // lse in units of exp2, and delta, of a row for each thread. A row that sees nothing has P = 0, and one that does not exist.
+        float lse = -INFINITE, delta = 0.0f;
+        if (i0 + y < work.q_length) {
+            lse = *row_of(call.lse, work.slot, h, work.q_start + i0 + y);
+            delta = *row_of(call.delta, work.slot, h, work.q_start + i0 + y);
+        }
+        ((float*)(on_chip + AT_LSE))[to.stage * BR + y] = lse == -INFINITE ? INFINITE : lse * LOG2E;
+        ((float*)(on_chip + AT_DELTA))[to.stage * BR + y] = delta;
+        arrive(o_there);
+
+        to.next();
+        if ((i0 += BR) >= work.i_high)
+            i0 = work.i_low, h++;
+    }
+}
+
+// ---- the warpgroups that compute --------------------------------------------------------------------------------------------------
+
+__device__ __forceinline__ unsigned pair(float x, float y) { return TYPE == BFLOAT16 ? bfloat16_pair(x, y) : float16_pair(x, y); }
+
+// The sums 8 n to 8 n + 7 in 16 bits: the factor of 16 columns.
+template <int COUNT> __device__ __forceinline__ void to_factor(unsigned (&factor)[4], const float (&sum)[COUNT], int n)
+{
+#pragma unroll
+    for (int e = 0; e < 4; e++)
+        factor[e] = pair(sum[8 * n + 2 * e], sum[8 * n + 2 * e + 1]);
+}
+
+// Such a factor of the warpgroup's rows from `row` on to shared memory, into 16 columns of slabs of ROWS rows.
+template <int ROWS> __device__ __forceinline__ void store_factor(unsigned char* slabs, int row, int n, const unsigned (&factor)[4])
+{
+    const int lane = threadIdx.x % WARP_LANES, warp = threadIdx.x / WARP_LANES % WARPS;
+    const int piece = 2 * n + lane / 16;
+    store_matrices<false>(slabs + piece / 8 * ROWS * SLAB_ROW + in_slab(row + 16 * warp + lane % 16, piece % 8),
+                          factor[0], factor[1], factor[2], factor[3]);
+}
+
+// The reverse.
+template <int ROWS> __device__ __forceinline__ void load_factor(unsigned (&factor)[4], const unsigned char* slabs, int row, int n)
+{
+    const int lane = threadIdx.x % WARP_LANES, warp = threadIdx.x / WARP_LANES % WARPS;
+#pragma unroll
+    for (int e = 0; e < 4; e++) {
+        const int piece = 2 * n + e / 2;
+        factor[e] = *(const unsigned*)(slabs + piece / 8 * ROWS * SLAB_ROW + in_slab(row + 16 * warp + lane / 4 + 8 * (e % 2), piece % 8) +
+                                       4 * (lane % 4));
+    }
+}
+
+// Zeros in rows [from, ROWS) of slabs; by all that compute.
+template <int ROWS, int COLUMNS> __device__ __forceinline__ void clear_rows(unsigned char* slabs, int from)
+{
+    constexpr int VECTORS = SLAB_ROW / VECTOR_BYTES;
+#pragma unroll 1
+    for (int n = threadIdx.x - WARPGROUP; n < (ROWS - from) * VECTORS * (COLUMNS / SLAB); n += COMPUTING * WARPGROUP) {
+        const int slab = n / ((ROWS - from) * VECTORS), at = from * VECTORS + n % ((ROWS - from) * VECTORS);
+        ((uint4*)(slabs + slab * ROWS * SLAB_ROW))[at] = make_uint4(0, 0, 0, 0);
+    }
+}
+
+__device__ __forceinline__ void all_meet() { meet(ALL_MEET, COMPUTING * WARPGROUP); }
+
+// Byte offset of the n-th 16 columns of a factor that is not transposed, in slabs of ROWS rows.
+template <int ROWS> __device__ constexpr int column_step(int n) { return n / 4 * ROWS * SLAB_ROW + n % 4 * 32; }
+constexpr int ROW_STEP = SUM * SLAB_ROW;  // the same of one that is
+
+// `count` rows of slabs in shared memory, from `first` on, to rows of a matrix, those that exist; zeros past `full`. By some threads.
+template <int ROWS, int COLUMNS, int WIDTH, int MEMBERS>
+__device__ __forceinline__ void store_rows(
+    elem* to, long long stride, const unsigned char* slabs, int first, int count, int exist, int full)
+{
+    constexpr int VECTORS = WIDTH / 8;
+#pragma unroll 2
+    for (int n = threadIdx.x % MEMBERS; n < count * VECTORS; n += MEMBERS) {
+        const int y = n / VECTORS, piece = n % VECTORS;
+        if (y < exist) {
+            uint4 x = *(const uint4*)(slabs + piece / 8 * ROWS * SLAB_ROW + in_slab(first + y, piece % 8));
+            if (y >= full)
+                x = make_uint4(0, 0, 0, 0);
+            *(uint4*)(to + y * stride + 8 * piece) = x;
+        }
+    }
+}
+
+__device__ __forceinline__ void compute_all(const Call& call, const Work& work, unsigned char* on_chip, Barrier* barriers)
+{
+    const int lane = threadIdx.x % WARP_LANES, warp = threadIdx.x / WARP_LANES % WARPS;
+    const int mine = __shfl_sync(WARP, (int)(threadIdx.x / WARPGROUP) - 1, 0), first_key = mine * KEYS;
+    float dK[TO_D / 2], dV[TO_V / 2];
+#pragma unroll
+    for (int n = 0; n < TO_D / 2; n++)
+        dK[n] = 0.0f;
+#pragma unroll
+    for (int n = 0; n < TO_V / 2; n++)
+        dV[n] = 0.0f;
+
+    if (work.steps > 0) {
+        const float scale = (float)(call.scale * (double)LOG2E);
+        const int q_length = work.q_length, left = (int)least(work.kv_length - work.j0, BC);  // keys of the block
+        // Of the lane's two keys: the rows that see them, none if the key does not exist. All rows from plain_from on, before plain_to, see
+        // all of the warpgroup's keys, or do not exist.
+        int first[2], count[2];
+        int plain_from = 0, plain_to = first_key + KEYS <= left ? q_length + BR : 0;
+#pragma unroll
+        for (int e = 0; e < 2; e++) {
+            const int y = first_key + 16 * warp + lane / 4 + 8 * e;
+            const long long j = work.j0 + y - work.offset;
+            first[e] = BAND ? (int)clamp(j - call.band_upper, 0, q_length) : 0;
+            count[e] = (BAND ? (int)clamp(j - call.band_lower + 1, 0, q_length) : q_length) - first[e];
+            if (y >= left)
+                count[e] = 0;
+            first[e] -= 2 * (lane % 4);
+        }
+        if constexpr (BAND) {
+            const long long j = work.j0 + first_key - work.offset;
+            plain_from = (int)clamp(j + KEYS - 1 - call.band_upper, 0, q_length + BR);
+            plain_to = (int)least(plain_to, clamp(j - call.band_lower + 1, 0, q_length + BR));
+        }
+        // Copies read what follows the rows of a sequence if there is something
+        const bool rows_follow = work.q_start + q_length < call.rows_q, keys_follow = work.k_start + work.kv_length < call.rows_k;
+        float* sums = sums_of_head(call, work.b, work.h * (call.Hq / call.Hkv), work.q_start) + (long long)(work.i_low / BR) * (BR * TO_D) +
+                      (BY_KEYS ? 0 : mine * PATCH) + (warp * (DQ_COLUMNS / 8) * WARP_LANES + lane) * LANE_NUMBERS;
+
+        const unsigned long long K = factor(on_chip + AT_K + first_key * SLAB_ROW), V = factor(on_chip + AT_V + first_key * SLAB_ROW);
+        const unsigned long long K_across =
+            factor(on_chip + AT_K + (BY_COLUMNS ? mine * BC * SLAB_ROW : BY_KEYS ? first_key * SLAB_ROW : 0), BC * SLAB_ROW);
+        const unsigned long long Q = factor(on_chip + AT_Q), Q_across = factor(on_chip + AT_Q, BR * SLAB_ROW);
+        const unsigned long long dO = factor(on_chip + AT_DO), dO_across = factor(on_chip + AT_DO, BR * SLAB_ROW);
+        const unsigned long long dS_across =
+            factor(on_chip + AT_DS + (BY_ROWS ? mine * BC * SLAB_ROW : BY_KEYS ? first_key * SLAB_ROW : 0), BC * SLAB_ROW);
+        const unsigned long long dS_mine = factor(on_chip + AT_DS + first_key * SLAB_ROW);
+
+        Ring at;
+        int i0 = work.i_low, last = -1;
+
+        await(barriers + K_THERE, 0);
+        await(barriers + V_THERE, 0);
+        if (keys_follow && left < BC) {
+            clear_rows<BC, TO_D>(on_chip + AT_K, left);
+            clear_rows<BC, TO_V>(on_chip + AT_V, left);
+            fence_shared();
+            all_meet();
+        }
+
+        unsigned V_mine[V_IN_REGISTERS ? TO_V / SUM : 1][4];
+        if constexpr (V_IN_REGISTERS) {
+#pragma unroll
+            for (int n = 0; n < TO_V / SUM; n++)
+                load_factor<BC>(V_mine[n], on_chip + AT_V, first_key, n);
+        }
+
+        for (int steps = work.steps; steps > 0; steps--) {
+            const bool rows_end = rows_follow && i0 + BR > q_length;
+            unsigned char* const tile = on_chip + AT_DS + steps % S_STAGES * (BC * BR * 2);
+            const int of_q = at.stage * (BR * TO_D * 2 >> 4), of_o = at.stage * (BR * TO_V * 2 >> 4);
+            const int of_s = steps % S_STAGES * (BC * BR * 2 >> 4);
+
+            // S^T = K Q^T
+            float S[BR / 2];
+            await(barriers + Q_THERE + at.stage, at.parity);
+            if (rows_end) {
+                clear_rows<BR, TO_D>(on_chip + AT_Q + at.stage * BR * TO_D * 2, q_length - i0);
+                fence_shared();
+                all_meet();
+            }
+            fence_products();
+#pragma unroll
+            for (int n = 0; n < TO_D / SUM; n++)
+                multiply_ss<BR>(S, moved(K, column_step<BC>(n)), moved(Q, column_step<BR>(n)) + of_q, n > 0);
+            commit_products();
+
+            // dP^T = V dO^T, 64 rows at a time
+            float dP[PART / 2];
+            const auto begin_dP = [&](int r) {
+                fence_products();
+#pragma unroll
+                for (int n = 0; n < TO_V / SUM; n++) {
+                    const unsigned long long rows = moved(dO, r * PART * SLAB_ROW + column_step<BR>(n)) + of_o;
+                    if constexpr (V_IN_REGISTERS)
+                        multiply_rs<PART>(dP, V_mine[n], rows, n > 0);
+                    else
+                        multiply_ss<PART>(dP, moved(V, column_step<BC>(n)), rows, n > 0);
+                }
+                commit_products();
+            };
+            await(barriers + O_THERE + at.stage, at.parity);
+            if (rows_end) {
+                clear_rows<BR, TO_V>(on_chip + AT_DO + at.stage * BR * TO_V * 2, q_length - i0);
+                fence_shared();
+                all_meet();
+            }
+            begin_dP(0);
+            await_products<1>();  // S, and dK of the step before
+            if (last >= 0 && lane == 0)
+                arrive(barriers + READ + last);
+
+            const bool plain = i0 >= plain_from && i0 + BR <= plain_to;
+            unsigned P[BR / SUM][4];
+#if !DS_FROM_SHARED
+            unsigned dS[BR / SUM][4];
+#endif
+#pragma unroll
+            for (int r = 0; r < PARTS; r++) {
+                // P = exp(S - lse), at most 1 whatever was rounded; NaN stays NaN
+                const float2* const lse = (const float2*)(on_chip + AT_LSE) + at.stage * (BR / 2) + r * (PART / 2) + lane % 4;
+                float x[PART / 2];
+#pragma unroll
+                for (int n = 0; n < PART / 2; n++) {
+                    const float minus = n % 2 ? -lse[n / 4 * 4].y : -lse[n / 4 * 4].x;
+                    x[n] = exp2_approximately(least_or_nan(fmaf(S[r * (PART / 2) + n], scale, minus), 0.0f));
+                }
+                // Column 8 (n / 4) + n % 2 after the lane's first is the row, counted from i0
+                const auto hide = [&](float (&x)[PART / 2]) {
+#pragma unroll
+                    for (int n = 0; n < PART / 2; n++)
+                        if ((unsigned)(i0 - first[n / 2 % 2] + r * PART + 8 * (n / 4) + n % 2) >= (unsigned)count[n / 2 % 2])
+                            x[n] = 0.0f;
+                };
+                if (!plain)
+                    hide(x);
+                await_products<0>();  // dP
+
+                // dV += P^T dO
+#pragma unroll
+                for (int n = 0; n < PART / SUM; n++)
+                    to_factor(P[r * (PART / SUM) + n], x, n);
+                fence_products();
+#pragma unroll
+                for (int n = 0; n < PART / SUM; n++)
+                    multiply_rs<TO_V, true>(dV, P[r * (PART / SUM) + n], moved(dO_across, r * PART * SLAB_ROW + n * ROW_STEP) + of_o, true);
+                commit_products();
+
+                // dS = P (dP - delta)
+                const float2* const delta = (const float2*)(on_chip + AT_DELTA) + at.stage * (BR / 2) + r * (PART / 2) + lane % 4;
+#pragma unroll
+                for (int n = 0; n < PART / 2; n++)
+                    x[n] *= dP[n] - (n % 2 ? delta[n / 4 * 4].y : delta[n / 4 * 4].x);
+                if (!plain)
+                    hide(x);
+#pragma unroll
+                for (int n = 0; n < PART / SUM; n++) {
+#if DS_FROM_SHARED
+                    unsigned dS[1][4];
+                    to_factor(dS[0], x, n);
+                    store_factor<BC>(tile, first_key, r * (PART / SUM) + n, dS[0]);
+#else
+                    to_factor(dS[r * (PART / SUM) + n], x, n);
+                    store_factor<BC>(tile, first_key, r * (PART / SUM) + n, dS[r * (PART / SUM) + n]);
+#endif
+                }
+                if (r + 1 < PARTS)
+                    begin_dP(r + 1);
+            }
+            fence_shared();
+            all_meet();  // dS is there; no thread reads that of the step before the last any more
+
+            // dQ_i = dS K
+            float dQ[DQ_COLUMNS / 2];
+            fence_products();
+#pragma unroll
+            for (int n = 0; n < (BY_KEYS ? KEYS : BC) / SUM; n++)
+                multiply_ss<DQ_COLUMNS, true, true>(dQ, moved(dS_across, n * ROW_STEP) + of_s, moved(K_across, n * ROW_STEP), n > 0);
+            commit_products();
+
+            // dK += dS^T Q
+#pragma unroll
+            for (int n = 0; n < BR / SUM; n++)
+#if DS_FROM_SHARED
+                multiply_ss<TO_D, false, true>(dK, moved(dS_mine, column_step<BC>(n)) + of_s, moved(Q_across, n * ROW_STEP) + of_q, true);
+#else
+                multiply_rs<TO_D, true>(dK, dS[n], moved(Q_across, n * ROW_STEP) + of_q, true);
+#endif
+            commit_products();
+            await_products<1>();  // dV, dQ
+#pragma unroll
+            for (int n = 0; n < DQ_COLUMNS / 8; n++)
+                atomicAdd(reinterpret_cast<float4*>(sums + n * WARP_LANES * LANE_NUMBERS),
+                          make_float4(dQ[4 * n], dQ[4 * n + 1], dQ[4 * n + 2], dQ[4 * n + 3]));
+#if !DS_FROM_SHARED
+            await_products<0>();
+#endif
+            last = at.stage;
+            at.next();
+            i0 += BR, sums += BR * TO_D;
+            if (i0 >= work.i_high) {
+                i0 = work.i_low;
+                sums += (blocks_of_head(call) - (work.i_high - work.i_low + BR - 1) / BR) * (BR * TO_D);
+            }
+        }
+        await_products<0>();  // dK
+        all_meet();  // no thread reads K and V any more
+    }
+
+    // Write dK_j, dV_j, by way of where K and V were. Keys of padding have 0.
+    const float scale = (float)call.scale;
+#pragma unroll
+    for (int n = 0; n < TO_D / SUM; n++) {
+        unsigned x[4];
+#pragma unroll
+        for (int e = 0; e < 4; e++)
+            x[e] = pair(dK[8 * n + 2 * e] * scale, dK[8 * n + 2 * e + 1] * scale);
+        store_factor<BC>(on_chip + AT_K, first_key, n, x);
+    }
+#pragma unroll
+    for (int n = 0; n < TO_V / SUM; n++) {
+        unsigned x[4];
+        to_factor(x, dV, n);
+        store_factor<BC>(on_chip + AT_V, first_key, n, x);
+    }
+    meet(WARPGROUP_MEETS + mine, WARPGROUP);
+    const int j = work.j0 + first_key, exist = (int)(PACKED ? work.kv_length : call.Tk) - j, full = work.kv_length - j;
+    elem* const dk = row_of(call.dk, work.slot, work.h, work.k_start + j);
+    elem* const dv = row_of(call.dv, work.slot, work.h, work.k_start + j);
+    store_rows<BC, TO_D, D, WARPGROUP>(dk, call.dk.row, on_chip + AT_K, first_key, KEYS, exist, full);
+    store_rows<BC, TO_V, DV, WARPGROUP>(dv, call.dv.row, on_chip + AT_V, first_key, KEYS, exist, full);
+}
+
+extern "C" __global__ void __launch_bounds__(KEYS_THREADS, 1) fa2_backward_keys(const __grid_constant__ MappedCall argument)
+{
+    extern __shared__ __align__(SLAB_ALIGNMENT) unsigned char on_chip[];
+    Barrier* const barriers = (Barrier*)(on_chip + AT_BARRIERS);
+    const Call& call = argument.call;
+    const Work work = work_of(call);
+    if (work.j0 >= (PACKED ? work.kv_length : call.Tk))
+        return;
+    if (threadIdx.x == 0) {
+        for (int n = 0; n < MAPS; n++)
+            prefetch_map(argument.map[n]);
+        init_barrier(barriers + K_THERE, 1);
+        init_barrier(barriers + V_THERE, 1);
+        for (int n = 0; n < STAGES; n++) {
+            init_barrier(barriers + Q_THERE + n, 1);
+            init_barrier(barriers + O_THERE + n, 1 + BR);  // who begins the copy of dO, and those that wrote lse and delta
+            init_barrier(barriers + READ + n, COMPUTING * WARPS);
+        }
+        fence_barriers();
+    }
+    __syncthreads();  // barriers are there
+    if (threadIdx.x < WARPGROUP) {
+        give_registers<COPYING_REGISTERS>();
+        if (threadIdx.x < BR && work.steps > 0)
+            copy_all(argument, work, on_chip, barriers);
+    } else {
+        take_registers<COMPUTING_REGISTERS>();
+        compute_all(call, work, on_chip, barriers);
+    }
+}
+
+// dQ = scale * sums, in the dtype of q. Rows of padding hold 0.
+extern "C" __global__ void __launch_bounds__(THREADS) fa2_backward_finish(const __grid_constant__ Call call)
+{
+    extern __shared__ __align__(SLAB_ALIGNMENT) unsigned char on_chip[];
+    const long long blocks = (call.Tq + BR - 1) / BR, block = blockIdx.x % blocks, bh = blockIdx.x / blocks, b = bh / call.Hq, h = bh % call.Hq;
+    const Sequence s = sequence(call, b);
+    const long long i0 = block * BR, rows_end = PACKED ? s.q_length : call.Tq;
+    if (i0 >= rows_end)
+        return;
+    const int lane = threadIdx.x % WARP_LANES, warp = threadIdx.x / WARP_LANES % WARPS, patch = threadIdx.x / WARPGROUP;
+    const float scale = (float)call.scale;
+    if (patch < PATCHES) {
+        const float* const sums = sums_of_head(call, b, h, s.q_start) + block * (BR * TO_D) + patch * PATCH +
+                                  (warp * (DQ_COLUMNS / 8) * WARP_LANES + lane) * LANE_NUMBERS;
+        unsigned char* const slabs = on_chip + (BY_COLUMNS ? patch * BR * SLAB_ROW : 0);
+#pragma unroll
+        for (int n = 0; n < DQ_COLUMNS / SUM; n++) {
+            unsigned x[4];
+#pragma unroll
+            for (int e = 0; e < 2; e++) {
+                const float4 y = *reinterpret_cast<const float4*>(sums + (2 * n + e) * WARP_LANES * LANE_NUMBERS);
+                x[2 * e] = pair(y.x * scale, y.y * scale);
+                x[2 * e + 1] = pair(y.z * scale, y.w * scale);
+            }
+            store_factor<BR>(slabs, BY_ROWS ? patch * 64 : 0, n, x);
+        }
+    }
+    __syncthreads();  // the rows are there
+    elem* const to = row_of(call.dq, s.slot, h, s.q_start + i0);
+    store_rows<BR, TO_D, D, THREADS>(to, call.dq.row, on_chip, 0, BR, (int)(rows_end - i0), (int)(s.q_length - i0));
+}

@@ -1,0 +1,653 @@
+// FlashAttention-2, forward pass of 16-bit numbers on sm_90 (Dao 2024, algorithm 1, with the means of FlashAttention-3: Shah et al. 2024).
+//
+// A block of threads takes piece after piece: Br rows of one query head. Its first warpgroup has one thread that begins copies; each of the others
+// owns 64 of the rows. Q blocks outside, K/V blocks inside, from the last keys to the first; O, m and l stay in registers and are written once.
+//
+// On chip:  Q (Br, d), Q_BUFFERS of them; K (Bc, d) and V (Bc, dv), STAGES of each; O (Br, dv) on its way out, in Q's place where there is no room
+// for it (OWN_O is 0); the barriers and what pieces are. In registers S, P (64, Bc) and O (64, dv) of a warpgroup, m, l.
+// Read per step: K_j and V_j, up to STAGES steps ahead. Written once: O_i, lse_i.
+//
+// A step begins S_j = Q K_j^T and O += P_{j-1} V_{j-1}, waits for the first, and takes the exponentials of S_j while the second runs. Where TURNS
+// says so, warpgroups begin their products in turn, so that one has products under way while another takes exponentials.
+//
+// The maximum. bfloat16 has the exponents of float32, so that P = exp(S - m) may be far above 1: with STATIC_MAXIMUM, m is the maximum of the first
+// blocks, those up to the last key of the first row, by which each row has seen a key if it sees any; it then stays. That is the same O / l. Where it
+// is not (l of 2^64 or more, something is not finite), the piece is done again by steps whose every score is at most the maximum and whose numbers
+// overflow only if the result does.
+
+#include "numbers.cuh"
+#include "call.cuh"
+#include "tile.cuh"
+#include "products.cuh"
+#include "philox.cuh"
+#include "scores.cuh"
+#include "softmax.cuh"
+#include "padding.cuh"
+#include "sm90/hopper.cuh"
+
+constexpr int ROWS = 64;  // of a warpgroup
+constexpr int CONSUMERS = BR / ROWS, WARP_SIZE = 32, WARPS = 4 * CONSUMERS;
+constexpr int ALL_THREADS = WARPGROUP * (1 + CONSUMERS), WARP_ROWS = 16;
+constexpr int SLABS_D = ceil_div(D, SLAB), SLABS_V = ceil_div(DV, SLAB);
+constexpr int Q_BYTES = BR * SLABS_D * SLAB_ROW, K_BYTES = BC * SLABS_D * SLAB_ROW;
+constexpr int V_BYTES = BC * SLABS_V * SLAB_ROW, O_BYTES = BR * SLABS_V * SLAB_ROW;
+constexpr int AT_K = Q_BUFFERS * Q_BYTES, AT_V = AT_K + STAGES * K_BYTES, AT_O = AT_V + STAGES * V_BYTES;
+constexpr int AT_REST = AT_O + OWN_O * O_BYTES;
+static_assert(BR % ROWS == 0 && BC % 16 == 0 && K_BYTES % SLAB_ALIGNMENT == 0, "rows of products, slabs");
+static_assert(OWN_O || SLABS_V <= SLABS_D, "O in Q's place");
+constexpr bool GUARDED = TYPE == BFLOAT16;  // pieces may have to be done again
+constexpr bool STATIC = STATIC_MAXIMUM && GUARDED;
+// Columns of O: the fewest that there is a product for.
+constexpr int WIDTH = DV <= 16 ? 16 : DV <= 32 ? 32 : DV <= 64 ? 64 : DV <= 80 ? 80 : DV <= 96 ? 96 : DV <= 128 ? 128 : DV <= 160 ? 160 :
+                      DV <= 192 ? 192 : 256;
+constexpr float MOST_SUM = 18446744073709551616.0f;  // 2^64
+constexpr float GROWTH = 8.0f;                       // of a maximum, in powers of two, that is let pass: P is up to 2^8 then
+constexpr int FAR = 1 << 30;                         // farther than any key
+constexpr int FIRST_TURN = 1, FIRST_OWN = 8;         // barriers: of the turns, of a warpgroup
+constexpr unsigned NONE = ~0u;
+// tanh(x) = x + TANH_3 x^3 + ... + TANH_9 x^9 up to TANH_NEAR, to 2e-7 of it
+constexpr float TANH_NEAR = 0.6f, TANH_3 = -0.333326221f, TANH_5 = 0.133135423f, TANH_7 = -0.0522322804f, TANH_9 = 0.0156423785f;
+
+// A piece of work, for the warpgroups: what it is, and which blocks of keys in which order. Numbers of keys are relative to the sequence.
+struct alignas(16) Piece {
+    unsigned number;       // NONE: there are no more
+    int batch, head, row;  // where row 0 of the block lies in the arrays
+    int k_head, k_row;     // where key 0 lies
+    int rows, stored;      // rows of the block that are the sequence's, and that are written
+    int blocks;            // of keys
+    int exact, plain;      // those at the beginning that give the maximum, some of them to be masked; then those that all rows see all of
+    int start;             // first key of the first block
+    int keys;              // end of the sequence
+    int lower, upper;      // row r sees the keys lower + r <= j < upper + r
+    float slope;
+    long long position;    // of row 0 on the key axis
+};
+
+struct Rest {
+    Barrier full_Q[Q_BUFFERS], empty_Q[Q_BUFFERS], full_K[STAGES], empty_K[STAGES], full_V[STAGES], empty_V[STAGES];
+    Barrier settled;  // no warp has anything to add to the list of pieces to be done again
+    Piece piece[Q_BUFFERS];
+    unsigned first_again, last_again;  // its first entry, and the piece that was added last
+    float pin[CONSUMERS * WARPGROUP];
+};
+static_assert(AT_REST + sizeof(Rest) <= TILE_BYTES, "what the plan says");
+
+__device__ __forceinline__ int within(int x, int most) { return x < 0 ? 0 : x < most ? x : most; }
+
+__device__ __forceinline__ unsigned pieces_of(const Call& call) { return (unsigned)(call.blocks * call.B * call.Hq); }
+
+// What the next lines need is read again: few registers are left to the warpgroup that copies.
+__device__ __forceinline__ void forget() { asm volatile("" ::: "memory"); }
+
+// Longest first: under a causal mask the last rows have the most keys; of as many heads as leave their K and V in L2. Where all are alike, the
+// blocks of one head after the other. Returned: has the piece rows that are to be written?
+__device__ __forceinline__ bool describe(volatile Piece& piece, const Call& call, unsigned number)
+{
+    const unsigned blocks = (unsigned)call.blocks, heads = (unsigned)call.Hq;
+    unsigned block, bh;
+    if constexpr (DYNAMIC) {
+        const unsigned section = (unsigned)call.section;
+        const unsigned first = number / (section * blocks) * section, left = number % (section * blocks);
+        const unsigned others = (unsigned)call.B * heads - first, width = section < others ? section : others;
+        block = blocks - 1 - left / width;
+        bh = first + left % width;
+    } else {
+        block = number % blocks;
+        bh = number / blocks;
+    }
+    const unsigned b = bh / heads, h = bh % heads;
+    const int i0 = (int)block * BR;
+    int q_start = 0, length = (int)call.Tq, rows_end = length;
+    if constexpr (PACKED) {
+        q_start = (int)clamp(entry(call.cu_seqlens_q, b, 0), 0, call.rows_q);
+        length = rows_end = (int)clamp(entry(call.cu_seqlens_q, b + 1, 0), q_start, call.rows_q) - q_start;
+    } else if (RAGGED) {
+        length = (int)clamp(entry(call.q_lengths, b, length), 0, length);
+    }
+    if (i0 >= rows_end)
+        return false;
+    piece.number = number;
+    piece.batch = PACKED ? 0 : (int)b;
+    piece.head = (int)h;
+    piece.k_head = (int)(h / (heads / (unsigned)call.Hkv));
+    piece.row = q_start + i0;
+    piece.rows = length - i0 < BR ? length - i0 : BR;
+    piece.stored = rows_end - i0 < BR ? rows_end - i0 : BR;
+    if constexpr (ALIBI)
+        piece.slope = widen<SLOPE_TYPE>(((const Storage<SLOPE_TYPE>::stored*)call.slopes)[b * call.slopes_b + h * call.slopes_h]);
+    forget();
+    int k_start = 0, keys = (int)call.Tk;
+    if constexpr (PACKED) {
+        k_start = (int)clamp(entry(call.cu_seqlens_k, b, 0), 0, call.rows_k);
+        keys = (int)clamp(entry(call.cu_seqlens_k, b + 1, 0), k_start, call.rows_k) - k_start;
+    } else if (RAGGED) {
+        keys = (int)clamp(entry(call.kv_lengths, b, keys), 0, keys);
+    }
+    piece.k_row = k_start;
+    piece.keys = keys;
+
+    // The keys from low to high; row 0's last one is before `seen`, the last row's first one is at `whole`
+    const int rows = piece.rows;
+    int low = 0, high = rows > 0 ? keys : 0, seen = high, whole = 0;
+    if constexpr (BAND || ALIBI) {
+        const long long given = call.offset_given ? call.offset : keys - length;
+        const long long position = i0 + clamp(entry(call.q_offset, b, given), -FARTHEST, FARTHEST);
+        piece.position = position;
+        if constexpr (BAND) {
+            const int lower = (int)clamp(position + call.band_lower, -FAR, FAR), upper = (int)clamp(position + call.band_upper + 1, -FAR, FAR);
+            piece.lower = lower;
+            piece.upper = upper;
+            low = within(lower, high);
+            whole = within(lower + rows - 1, high);
+            seen = within(upper, high);
+            high = within(upper + rows - 1, high);
+        }
+    }
+    forget();
+    int count = 0, exact = 0, plain = 0;
+    if (low < high) {
+        const int first = low / BC, last = (high - 1) / BC, gives = seen > 0 ? (seen - 1) / BC : 0;
+        piece.start = last * BC;
+        count = last - first + 1;
+        exact = last - (gives > first ? gives : first) + 1;
+        plain = last - exact + 1 - (whole + BC - 1) / BC;  // blocks that begin after `whole`
+    }
+    piece.blocks = count;
+    piece.exact = exact;
+    piece.plain = plain > 0 ? plain : 0;
+    return true;
+}
+
+__device__ __forceinline__ unsigned draw(unsigned* counter) { return atomicAdd(counter, 1u); }
+
+// One thread: begins all copies of all pieces.
+__device__ __forceinline__ void produce(const MappedCall& argument, unsigned char* on_chip, Rest& rest)
+{
+    const Call& call = argument.call;
+    const unsigned count = pieces_of(call);
+    unsigned given = 0, n = 0;  // pieces, and blocks of keys, so far
+    bool again = false;         // those of the list
+    for (unsigned number = blockIdx.x, next;; number = next) {
+        const unsigned slot = given % Q_BUFFERS;
+        await(&rest.empty_Q[slot], (given / Q_BUFFERS & 1) ^ 1);
+        Piece& piece = rest.piece[slot];
+        if (again ? number == NONE : number >= count) {
+            piece.number = NONE;
+            arrive(&rest.full_Q[slot]);
+            given++;
+            if (!GUARDED || again)
+                break;
+            await(&rest.settled, 0);
+            again = true;
+            next = rest.first_again;
+            continue;
+        }
+        if (again)
+            next = call.again[number], number /= WARPS;
+        else
+            next = gridDim.x + (DYNAMIC ? draw(call.counters) : number);  // asked for long before it is needed
+        if (!describe(piece, call, number))
+            continue;
+        given++;
+        const int blocks = piece.blocks, batch = piece.batch, k_head = piece.k_head;
+        if (blocks == 0) {
+            arrive(&rest.full_Q[slot]);
+            continue;
+        }
+        arrive_expecting(&rest.full_Q[slot], Q_BYTES);
+#pragma unroll
+        for (int x = 0; x < SLABS_D; x++)
+            copy_box(on_chip + slot * Q_BYTES + x * BR * SLAB_ROW, argument.map[0], &rest.full_Q[slot], x * SLAB, piece.row, piece.head, batch);
+        int k_row = piece.k_row + piece.start;
+#pragma unroll 1
+        for (int j = 0; j <= blocks; j++, k_row -= BC) {
+            if (j < blocks) {
+                const unsigned stage = (n + j) % STAGES;
+                await(&rest.empty_K[stage], ((n + j) / STAGES & 1) ^ 1);
+                arrive_expecting(&rest.full_K[stage], K_BYTES);
+#pragma unroll
+                for (int x = 0; x < SLABS_D; x++)
+                    copy_box(on_chip + AT_K + stage * K_BYTES + x * BC * SLAB_ROW, argument.map[1], &rest.full_K[stage], x * SLAB, k_row, k_head,
+                             batch);
+            }
+            if (j > 0) {
+                const unsigned stage = (n + j - 1) % STAGES;
+                await(&rest.empty_V[stage], ((n + j - 1) / STAGES & 1) ^ 1);
+                arrive_expecting(&rest.full_V[stage], V_BYTES);
+#pragma unroll
+                for (int x = 0; x < SLABS_V; x++)
+                    copy_box(on_chip + AT_V + stage * V_BYTES + x * BC * SLAB_ROW, argument.map[2], &rest.full_V[stage], x * SLAB, k_row + BC,
+                             k_head, batch);
+            }
+        }
+        n += blocks;
+    }
+    if constexpr (DYNAMIC)
+        if (count_and_see(call.counters + 1, gridDim.x - 1) == gridDim.x - 1)  // the last block of threads leaves both as zeros
+            call.counters[0] = 0;
+}
+
+__device__ __forceinline__ unsigned word_of(float x, float y)
+{
+    if constexpr (TYPE == BFLOAT16)
+        return bfloat16_pair(x, y);
+    else
+        return float16_pair(x, y);
+}
+
+// Without a branch: near 0 by a polynomial, else by the exponential function.
+__device__ __forceinline__ float branchless_tanh(float y)
+{
+    const float size = fabsf(y), square = y * y;
+    const float far = 1.0f - 2.0f * reciprocal_approximately(1.0f + exp2_approximately(2.0f * LOG2E * size));
+    float near = fmaf(square, TANH_9, TANH_7);
+    near = fmaf(square, near, TANH_5);
+    near = fmaf(square, near, TANH_3);
+    near = fmaf(size * square, near, size);
+    return copysignf(size < TANH_NEAR ? near : far, y);
+}
+
+// How the exponentials of a step are taken. CAREFULLY: nothing overflows that is not infinite, at one operation more for each score.
+enum Way { FIXED, MOVING, CAREFULLY };
+
+// What a warpgroup has of a piece. Lane (g, t) = (lane / 4, lane % 4) of a warp has rows g and g + 8 of its 16, of these columns 2 t and 2 t + 1 of
+// every eight; see hopper.cuh.
+struct Consumer {
+    const MappedCall& argument;
+    const Call& call;
+    unsigned char* const on_chip;
+    Rest& rest;
+    const int group, warp, lane;  // warpgroup, warp of it
+    unsigned n;                   // blocks of keys so far
+    float O[WIDTH / 2], S[BC / 2], m[2], l[2];
+    unsigned P[BC / 16][4];
+    float unit[PLAIN ? 1 : 3];  // of a score in powers of two; of a product in scores, or in caps; the cap
+
+    __device__ __forceinline__ Consumer(const MappedCall& argument, unsigned char* on_chip, Rest& rest)
+        : argument(argument), call(argument.call), on_chip(on_chip), rest(rest), group(__shfl_sync(WARP, threadIdx.x / WARPGROUP, 0) - 1),
+          warp(__shfl_sync(WARP, threadIdx.x / WARP_SIZE % 4, 0)), lane(threadIdx.x % WARP_SIZE), n(0)
+    {
+        unit[0] = PLAIN ? (float)call.scale * LOG2E : LOG2E;
+        if constexpr (!PLAIN) {
+            unit[1] = SOFTCAP ? (float)(call.scale / call.softcap) : (float)call.scale;
+            unit[2] = (float)call.softcap;
+        }
+        pin(unit);  // in registers, not computed again and again
+    }
+
+    __device__ __forceinline__ bool leads() const { return threadIdx.x % WARPGROUP == 0; }
+    __device__ __forceinline__ int first_row() const { return group * ROWS + warp * WARP_ROWS; }
+
+    // S = Q K^T, begun
+    __device__ __forceinline__ void begin_scores(unsigned slot, unsigned stage)
+    {
+        const unsigned long long q = moved(factor(on_chip), slot * Q_BYTES + group * ROWS * SLAB_ROW);
+        const unsigned long long k = moved(factor(on_chip + AT_K), stage * K_BYTES);
+        fence_products();
+#pragma unroll
+        for (int s = 0; s < ceil_div(D, 16); s++)
+            multiply_ss<BC>(S, moved(q, s / 4 * BR * SLAB_ROW + s % 4 * 32), moved(k, s / 4 * BC * SLAB_ROW + s % 4 * 32), s > 0);
+        commit_products();
+    }
+
+    // O += P V, begun
+    __device__ __forceinline__ void begin_output(unsigned stage)
+    {
+        const unsigned long long v = moved(factor(on_chip + AT_V, BC * SLAB_ROW), stage * V_BYTES);
+        fence_products();
+#pragma unroll
+        for (int s = 0; s < BC / 16; s++)
+            multiply_rs<WIDTH, true>(O, P[s], moved(v, s * 16 * SLAB_ROW), true);
+        commit_products();
+    }
+
+    // Products -> scores, where these are not multiples of them; keys that a row does not see get -inf.
+    template <bool MASKED> __device__ __forceinline__ void finish_scores(const Piece& piece, int j0)
+    {
+        const int g = lane / 4, t = lane % 4;
+        if constexpr (!PLAIN) {
+#pragma unroll
+            for (int r = 0; r < 2; r++) {
+                const float distance = ALIBI ? (float)(piece.position + first_row() + g + 8 * r - j0 - 2 * t) : 0.0f;
+#pragma unroll
+                for (int x = 2 * r; x < BC / 2; x += x % 2 ? 3 : 1) {
+                    float score = S[x] * unit[1];
+                    if constexpr (SOFTCAP)
+                        score = unit[2] * branchless_tanh(score);
+                    if constexpr (ALIBI)
+                        score -= piece.slope * fabsf(distance - (x / 4 * 8 + x % 2));
+                    S[x] = score;
+                }
+            }
+        }
+        if constexpr (MASKED) {
+#pragma unroll
+            for (int r = 0; r < 2; r++) {
+                const int row = first_row() + g + 8 * r, from = j0 + 2 * t;
+                int end = piece.keys;
+                if constexpr (BAND)
+                    end = piece.upper + row < end ? piece.upper + row : end;
+                end -= from;
+                const int first = piece.lower + row - from;
+#pragma unroll
+                for (int x = 2 * r; x < BC / 2; x += x % 2 ? 3 : 1) {
+                    const int column = x / 4 * 8 + x % 2;
+                    if (column >= end || (LOWER && column < first))
+                        S[x] = -INFINITE;
+                }
+            }
+        }
+    }
+
+    // m, l -> those with these scores; S -> P = exp(S - m). Returned: has m changed, of any row of the warp? Then alpha is by how much what was
+    // summed so far counts.
+    template <int WAY, bool MASKED> __device__ __forceinline__ bool softmax(float (&alpha)[2])
+    {
+        const float c = unit[0];
+        bool moves = false;
+        float highest[2];
+        if constexpr (WAY != FIXED) {
+            bool grows = false;
+#pragma unroll
+            for (int r = 0; r < 2; r++) {
+                highest[r] = S[2 * r];
+#pragma unroll
+                for (int x = 2 * r; x < BC / 2; x += x % 2 ? 3 : 1)
+                    highest[r] = fmaxf(highest[r], S[x]);
+                highest[r] = fmaxf(highest[r], __shfl_xor_sync(WARP, highest[r], 1));
+                highest[r] = fmaxf(m[r], fmaxf(highest[r], __shfl_xor_sync(WARP, highest[r], 2)));
+                grows = grows || (WAY == CAREFULLY ? highest[r] > m[r] : (highest[r] - m[r]) * c > GROWTH);
+            }
+            moves = !__all_sync(WARP, !grows);
+        }
+#pragma unroll
+        for (int r = 0; r < 2; r++) {
+            float shift = m[r];
+            if constexpr (WAY != FIXED) {
+                const float now = moves ? highest[r] : m[r];
+                shift = now == -INFINITE ? 0.0f : now;  // a row that has seen no key: exp(-inf - 0) is 0
+                alpha[r] = moves ? exp2_approximately((m[r] - shift) * c) : 1.0f;
+                l[r] *= alpha[r];
+                m[r] = now;
+            } else if (MASKED && m[r] == -INFINITE) {
+                shift = 0.0f;
+            }
+            const float shifted = shift * c;
+#pragma unroll
+            for (int x = 2 * r; x < BC / 2; x += x % 2 ? 3 : 1) {
+                S[x] = exp2_approximately(WAY == CAREFULLY ? (S[x] - shift) * c : fmaf(S[x], c, -shifted));
+                l[r] += S[x];
+            }
+        }
+        return moves;
+    }
+
+    __device__ __forceinline__ void narrow_P()
+    {
+#pragma unroll
+        for (int s = 0; s < BC / 16; s++)
+#pragma unroll
+            for (int x = 0; x < 4; x++)
+                P[s][x] = word_of(S[8 * s + 2 * x], S[8 * s + 2 * x + 1]);
+    }
+
+    // A step but the first: S_j and O += P_{j-1} V_{j-1}.
+    template <int WAY, bool MASKED> __device__ __forceinline__ void step(const Piece& piece, unsigned slot, int j0)
+    {
+        const unsigned k = n % STAGES, v = (n - 1) % STAGES;
+        await(&rest.full_K[k], n / STAGES & 1);
+        if constexpr (TURNS)
+            meet(FIRST_TURN + group, 2 * WARPGROUP);
+        begin_scores(slot, k);
+        await(&rest.full_V[v], (n - 1) / STAGES & 1);
+        begin_output(v);
+        if constexpr (TURNS)
+            announce(FIRST_TURN + (group + 1) % CONSUMERS, 2 * WARPGROUP);
+        await_products<1>();  // S_j is there, and nobody reads K_j
+        if (leads())
+            arrive(&rest.empty_K[k]);
+        finish_scores<MASKED>(piece, j0);
+        float alpha[2];
+        const bool moves = softmax<WAY, MASKED>(alpha);
+        // The assembler moves arithmetic across a wait, but not what is stored: so the exponentials are taken before it
+        *(volatile float*)&rest.pin[threadIdx.x - WARPGROUP] = l[0] + l[1];
+        await_products<0>();
+        if (leads())
+            arrive(&rest.empty_V[v]);
+        if (WAY != FIXED && moves) {
+#pragma unroll
+            for (int x = 0; x < WIDTH / 2; x++)
+                O[x] *= alpha[x / 2 % 2];
+        }
+        narrow_P();
+        n++;
+    }
+
+    // All steps of a piece: O, m and l of the thread's rows, l the thread's own part.
+    template <bool AGAIN> __device__ __forceinline__ void attend(const Piece& piece, unsigned slot)
+    {
+        constexpr int EXACT = AGAIN ? CAREFULLY : MOVING, PLAINLY = STATIC ? FIXED : MOVING;
+#pragma unroll
+        for (int x = 0; x < WIDTH / 2; x++)
+            O[x] = 0;
+#pragma unroll
+        for (int r = 0; r < 2; r++)
+            m[r] = -INFINITE, l[r] = 0;
+        const int blocks = __shfl_sync(WARP, piece.blocks, 0);
+        if (blocks == 0)
+            return;
+        int j0 = piece.start;
+        await(&rest.full_K[n % STAGES], n / STAGES & 1);
+        begin_scores(slot, n % STAGES);
+        await_products<0>();
+        if (leads())
+            arrive(&rest.empty_K[n % STAGES]);
+        finish_scores<true>(piece, j0);
+        float alpha[2];
+        softmax<EXACT, true>(alpha);
+        narrow_P();
+        if constexpr (RAGGED || PACKED)
+            clear_values(piece);
+        n++;
+
+        if constexpr (AGAIN) {
+            for (int j = blocks - 1; j > 0; j--)
+                step<EXACT, true>(piece, slot, j0 -= BC);
+        } else {
+            const int plain = __shfl_sync(WARP, piece.plain, 0), exact = __shfl_sync(WARP, piece.exact, 0);
+            if constexpr (BAND)
+                for (int j = exact - 1; j > 0; j--)
+                    step<EXACT, true>(piece, slot, j0 -= BC);
+            for (int j = plain; j > 0; j--)
+                step<PLAINLY, false>(piece, slot, j0 -= BC);
+            if constexpr (LOWER)
+                for (int j = blocks - exact - plain; j > 0; j--)
+                    step<PLAINLY, true>(piece, slot, j0 -= BC);
+        }
+        const unsigned v = (n - 1) % STAGES;
+        await(&rest.full_V[v], (n - 1) / STAGES & 1);
+        begin_output(v);
+    }
+
+    // The rows of the first V that are not the sequence's: 0 times what lies there may be NaN.
+    __device__ __forceinline__ void clear_values(const Piece& piece)
+    {
+        const int end = piece.keys - piece.start;
+        if (end >= BC)
+            return;
+        const unsigned stage = n % STAGES;
+        await(&rest.full_V[stage], n / STAGES & 1);
+        unsigned char* const V = on_chip + AT_V + stage * V_BYTES;
+        for (int x = threadIdx.x % WARPGROUP; x < (BC - end) * 8; x += WARPGROUP)
+#pragma unroll
+            for (int slab = 0; slab < SLABS_V; slab++)
+                *(uint4*)(V + slab * BC * SLAB_ROW + end * SLAB_ROW + x * 16) = make_uint4(0, 0, 0, 0);
+        fence_shared();
+        meet(FIRST_OWN + group, WARPGROUP);
+    }
+
+    // O = O / l, lse = m + log l; or, if these rows are to be done again, their piece comes into the list.
+    template <bool AGAIN> __device__ __forceinline__ void finish(const Piece& piece, unsigned slot)
+    {
+        // What is needed of the piece: its place may be another's when Q is released
+        const unsigned number = piece.number;
+        const int batch = piece.batch, h = piece.head, row = piece.row, rows = piece.rows, stored = piece.stored, blocks = piece.blocks;
+        if constexpr (OWN_O) {
+            __syncwarp();
+            if (lane == 0)
+                arrive(&rest.empty_Q[slot]);
+        }
+        await_products<0>();
+        if (blocks && leads())
+            arrive(&rest.empty_V[(n - 1) % STAGES]);
+        if constexpr (!OWN_O)
+            meet(FIRST_OWN + group, WARPGROUP);  // no warp reads Q any more
+
+        const int g = lane / 4, t = lane % 4, first = first_row();
+        float factor[2], lse[2];
+        bool again = false;
+        Head at = {};
+        at.h = h;
+#pragma unroll
+        for (int r = 0; r < 2; r++) {
+            const int i = first + g + 8 * r;
+            float total = l[r];
+            total += __shfl_xor_sync(WARP, total, 1);
+            total += __shfl_xor_sync(WARP, total, 2);
+            if constexpr (GUARDED && !AGAIN) {
+                float finite = 0;
+#pragma unroll
+                for (int x = 2 * r; x < WIDTH / 2; x += x % 2 ? 3 : 1)
+                    finite = fmaf(O[x], 0.0f, finite);
+                again = again || (i < rows && !(total < MOST_SUM && finite == 0.0f));
+            }
+            lse[r] = -INFINITE, factor[r] = 0;
+            if (i < rows) {
+                factor[r] = finish_row(call, at, PLAIN ? m[r] * (float)call.scale : m[r], total, lse[r]);
+                if (total == 0.0f)
+                    factor[r] = 0;
+            }
+            const bool empty = i >= rows || total == 0.0f;
+#pragma unroll
+            for (int x = 2 * r; x < WIDTH / 2; x += x % 2 ? 3 : 1)
+                O[x] = empty ? 0.0f : O[x] * factor[r];
+        }
+        if (GUARDED && !AGAIN && !__all_sync(WARP, !again)) {
+            if (lane == 0 && atomicExch(&rest.last_again, number) != number) {
+                const unsigned entry = number * WARPS + group * 4 + warp;
+                call.again[entry] = atomicExch(&rest.first_again, entry);
+            }
+            if constexpr (!OWN_O) {
+                __syncwarp();
+                if (lane == 0)
+                    arrive(&rest.empty_Q[slot]);
+            }
+            return;
+        }
+        if (t == 0) {
+#pragma unroll
+            for (int r = 0; r < 2; r++)
+                if (first + g + 8 * r < stored)
+                    store_lse(call, batch, h, row + first + g + 8 * r, lse[r]);
+        }
+
+        // To shared memory, where copies find it
+        unsigned char* const tile = on_chip + (OWN_O ? AT_O : slot * Q_BYTES);
+        if constexpr (OWN_O) {
+            if (lane == 0)
+                await_stores_read<0>();
+            __syncwarp();
+        }
+#pragma unroll
+        for (int s = 0; s < WIDTH / 16; s++) {
+            const int slab = s / 4, piece_of_row = s % 4 * 2 + lane / 16;
+            store_matrices<false>(tile + slab * BR * SLAB_ROW + first * SLAB_ROW + in_slab(lane % 16, piece_of_row), word_of(O[8 * s], O[8 * s + 1]),
+                                  word_of(O[8 * s + 2], O[8 * s + 3]), word_of(O[8 * s + 4], O[8 * s + 5]), word_of(O[8 * s + 6], O[8 * s + 7]));
+        }
+        fence_shared();
+        __syncwarp();
+        if (PACKED ? first + WARP_ROWS <= stored : first < stored) {
+            if (lane == 0) {
+#pragma unroll
+                for (int slab = 0; slab < SLABS_V; slab++)
+                    store_box(argument.map[3], tile + slab * BR * SLAB_ROW + first * SLAB_ROW, slab * SLAB, row + first, h, batch);
+                commit_stores();
+            }
+        } else {  // a box would reach into the next sequence
+            for (int x = lane; x < WARP_ROWS * (DV / 8); x += WARP_SIZE) {
+                const int i = x / (DV / 8), of_row = x % (DV / 8);
+                if (first + i < stored)
+                    *(uint4*)(row_of(call.o, batch, h, row + first + i) + 8 * of_row) =
+                        *(const uint4*)(tile + of_row / 8 * BR * SLAB_ROW + first * SLAB_ROW + in_slab(i, of_row % 8));
+            }
+        }
+        if constexpr (!OWN_O) {
+            __syncwarp();
+            if (lane == 0) {
+                await_stores_read<0>();
+                arrive(&rest.empty_Q[slot]);
+            }
+        }
+    }
+};
+
+extern "C" __global__ void __launch_bounds__(ALL_THREADS, 1) fa2_forward(const __grid_constant__ MappedCall argument)
+{
+    extern __shared__ __align__(SLAB_ALIGNMENT) unsigned char on_chip[];
+    Rest& rest = *(Rest*)(on_chip + AT_REST);
+    if (threadIdx.x == 0) {
+        for (int x = 0; x < Q_BUFFERS; x++) {
+            init_barrier(&rest.full_Q[x], 1);
+            init_barrier(&rest.empty_Q[x], WARPS);
+        }
+        for (int x = 0; x < STAGES; x++) {
+            init_barrier(&rest.full_K[x], 1), init_barrier(&rest.full_V[x], 1);
+            init_barrier(&rest.empty_K[x], CONSUMERS), init_barrier(&rest.empty_V[x], CONSUMERS);
+        }
+        init_barrier(&rest.settled, WARPS);
+        rest.first_again = rest.last_again = NONE;
+        fence_barriers();
+    }
+    __syncthreads();  // the barriers are there
+    if (threadIdx.x < WARPGROUP) {
+        give_registers<PRODUCER_REGISTERS>();
+        if (threadIdx.x == 0)
+            produce(argument, on_chip, rest);
+        return;
+    }
+    take_registers<CONSUMER_REGISTERS>();
+    Consumer consumer(argument, on_chip, rest);
+    if (TURNS && consumer.group == CONSUMERS - 1)
+        announce(FIRST_TURN, 2 * WARPGROUP);
+    unsigned given = 0;
+    for (;; given++) {
+        const unsigned slot = given % Q_BUFFERS;
+        await(&rest.full_Q[slot], given / Q_BUFFERS & 1);
+        const Piece& piece = rest.piece[slot];
+        if (piece.number == NONE)
+            break;
+        consumer.attend<false>(piece, slot);
+        consumer.finish<false>(piece, slot);
+    }
+    if constexpr (GUARDED) {
+        // What was stored is there before it is stored again
+        const unsigned slot = given % Q_BUFFERS;
+        __syncwarp();
+        if (consumer.lane == 0) {
+            await_stores<0>();
+            arrive(&rest.settled);
+            arrive(&rest.empty_Q[slot]);
+        }
+        for (given++;; given++) {
+            const unsigned slot = given % Q_BUFFERS;
+            await(&rest.full_Q[slot], given / Q_BUFFERS & 1);
+            const Piece& piece = rest.piece[slot];
+            if (piece.number == NONE)
+                break;
+            consumer.attend<true>(piece, slot);
+            consumer.finish<true>(piece, slot);
+        }
+    }
+    if (consumer.lane == 0)
+        await_stores_read<0>();  // shared memory is given back
+}

@@ -1,0 +1,267 @@
+"""The backward kernels of sm_90 against the oracle, on the CPU (-m emulated): copies, barriers, warpgroups and all."""
+
+from contextlib import nullcontext
+
+import emulator
+import numpy as np
+import pytest
+from strategies import restride
+from test_cupy_raw_emulated import on_device
+from test_forward import make, normal
+from tolerances import assert_close
+
+import rawflash as rf
+from rawflash.backends.cupy_raw import compile, fa2_backward, launch
+
+pytestmark = pytest.mark.emulated
+FILE = "sm90/fa2_backward.cu"
+
+# d and dv lie in 64 or 128 columns on chip, rows come 128 or 64 at a time, keys 128; a warpgroup has 64 of them.
+CALLS = {
+    "one row, one key": dict(Tq=1, Tk=1, d=64),
+    "one tile": dict(Tq=64, Tk=128, d=128),
+    "one tile, d = 64": dict(Tq=128, Tk=128, d=64),
+    "one more": dict(Tq=65, Tk=129, d=128),
+    "one more, d = 64": dict(Tq=129, Tk=129, d=64),
+    "one less": dict(Tq=127, Tk=127, d=128),
+    "many steps, keys for one warpgroup": dict(B=1, Tq=330, Tk=64, d=64),
+    "many steps": dict(B=1, Hq=1, Tq=450, Tk=40, d=128),
+    "few columns": dict(Tq=70, Tk=90, d=8, dv=24),
+    "columns of two slabs": dict(Tq=70, Tk=90, d=72, dv=120),
+    "d < dv": dict(Tq=100, Tk=140, d=64, dv=128, causal=True),
+    "d > dv": dict(Tq=100, Tk=140, d=128, dv=40, causal=True),
+    "causal": dict(Tq=150, Tk=300, d=64, causal=True),
+    "causal, d = 128": dict(Tq=300, Tk=150, d=128, causal=True),
+    "causal, heads in turn": dict(B=2, Hq=3, Hkv=1, Tq=140, Tk=260, d=64, causal=True),
+    "rows without keys": dict(Tq=200, Tk=10, d=128, causal=True),
+    "rows without keys, sinks": dict(Tq=200, Tk=10, d=64, causal=True, sinks=normal(2)),
+    "nothing visible": dict(Tq=90, d=64, causal=True, q_offset=-1000),
+    "everything visible": dict(Tq=90, d=64, causal=True, q_offset=1000),
+    "offsets": dict(B=3, Tq=100, Tk=140, d=64, causal=True, q_offset=np.array([-70, 3, 90])),
+    "window": dict(B=1, Tq=300, d=64, window=(70, 20)),
+    "window, d = 128": dict(B=1, Tq=300, d=128, window=(20, None)),
+    "window of one key": dict(B=1, Tq=200, d=128, window=(0, 0)),
+    "groups": dict(B=2, Hq=6, Hkv=2, Tq=90, Tk=150, d=128),
+    "one key head": dict(B=1, Hq=5, Hkv=1, Tq=70, d=64, causal=True),
+    "lengths": dict(B=3, Tq=150, Tk=200, d=64, q_lengths=[150, 20, 0], kv_lengths=[130, 200, 64]),
+    "lengths, d = 128": dict(B=3, Tq=150, Tk=200, d=128, q_lengths=[70, 150, 128], kv_lengths=[0, 1, 199]),
+    "lengths, causal": dict(
+        B=3, Tq=150, Tk=200, d=96, q_lengths=[100, 20, 149], kv_lengths=[130, 200, 90], causal=True),
+    "sinks": dict(B=2, Tq=70, d=64, sinks=lambda rng, dtype: np.array([-np.inf, 0.5], np.float32)),
+    "a huge sink": dict(Tq=70, d=64, sinks=lambda rng, dtype: np.array([90.0, -90.0], dtype)),
+    "scale": dict(Tq=70, d=64, scale=1.5),
+    "scores of thousands": dict(Tq=100, Tk=140, d=128, size=500.0, causal=True),
+    "six axes": dict(lead=(2, 1, 2), Tq=50, d=64),
+}  # fmt: skip
+PACKED = {
+    "packed": dict(Tq=200, Tk=300, d=64, cu=([3, 80, 80, 199], [0, 130, 150, 290]), causal=True),
+    "packed, d = 128": dict(Tq=200, Tk=300, d=128, cu=([0, 64, 100, 200], [10, 138, 140, 300])),
+    "packed, window, sinks": dict(
+        Hq=4, Hkv=2, Tq=210, Tk=190, d=64, cu=([0, 1, 130, 210], [0, 60, 188, 188]), window=(50, 9), sinks=normal(4)),
+    "packed, offsets": dict(
+        Tq=90, Tk=120, d=40, cu=([0, 50, 90], [0, 60, 110]), causal=True, q_offset=np.array([5, -9])),
+}  # fmt: skip
+DTYPES = ("bfloat16", "float16")
+
+
+def prepared(options, dtype):
+    """The case, with NaN wherever nothing may be read."""
+    options = dict(options)
+    cu = options.pop("cu", None)
+    case = make(dtype=dtype, lead=() if cu else options.pop("lead", None), **options)
+    case.cu_seqlens = cu
+    lengths = [case.options.get(name) for name in ("q_lengths", "kv_lengths")]
+    for names, n in ((("q", "dout", "dlse"), 0), (("k", "v"), 1)):
+        for name in names:
+            array = getattr(case, name)
+            rows = array if name == "dlse" else array.swapaxes(-1, -2)
+            if cu:
+                rows[..., : cu[n][0]] = rows[..., cu[n][-1] :] = np.nan
+            elif lengths[n]:
+                for b, length in enumerate(lengths[n]):
+                    rows[b, ..., length:] = np.nan
+    return case
+
+
+@pytest.fixture(params=[False, True], ids=["forwards", "backwards"])
+def device(request, monkeypatch):
+    emulator.install(monkeypatch, backwards=request.param)
+
+
+@pytest.fixture
+def device_by_name(request, monkeypatch):
+    emulator.install(monkeypatch, backwards=len(request.node.name) % 2 == 1)
+
+
+@pytest.fixture(autouse=True)
+def taken(monkeypatch):
+    """How often the kernels of sm_90 were launched."""
+    calls = []
+    run = launch.Launcher.run
+
+    def counted(self, kernel, *arguments, **more):
+        if kernel == "fa2_backward_keys" and arguments[3:] == (fa2_backward.WGMMA_THREADS,):
+            calls.append(kernel)
+        return run(self, kernel, *arguments, **more)
+
+    monkeypatch.setattr(launch.Launcher, "run", counted)
+    return calls
+
+
+def check(case, reference, small_on_device=False):
+    moved = on_device(case, small_on_device)
+    gradients = moved.backward(*moved.forward())
+    for name, gradient in zip(case.wrt, gradients, strict=True):
+        assert type(gradient) is emulator.ndarray
+        assert_close("d" + name, np.asarray(gradient), reference)
+
+
+@pytest.mark.parametrize("name", [*CALLS, *PACKED])
+def test_calls(name, device_by_name, taken):
+    """Either dtype, tables on the host or on the device, in turn."""
+    n = [*CALLS, *PACKED].index(name)
+    case = prepared((CALLS | PACKED)[name], DTYPES[n % 2])
+    check(case, case.reference(), small_on_device=n % 4 < 2)
+    assert taken == ["fa2_backward_keys"]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", ["causal", "lengths, d = 128", "packed"])
+def test_orders_of_threads(name, dtype, device, taken):
+    case = prepared((CALLS | PACKED)[name], dtype)
+    check(case, case.reference())
+    assert taken
+
+
+@pytest.mark.parametrize("view", ["transposed", "sliced", "broadcast", "fortran"])
+def test_strides(view, device_by_name, taken):
+    """Those that maps can describe go by maps; the others go another way, or are copied."""
+    case = make(B=2, Hq=2, Tq=100, Tk=70, d=64, dtype="bfloat16", causal=True)
+    for name in ("q", "k", "v", "dout"):
+        setattr(case, name, restride(getattr(case, name), view))
+    check(case, case.reference())
+    assert bool(taken) == (view in ("transposed", "fortran"))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_layout(dtype, device_by_name, taken):
+    case = make(B=2, Hq=4, Hkv=2, Tq=100, Tk=150, d=64, dv=128, dtype=dtype, layout="bthd", causal=True)
+    for name in ("q", "k", "v", "dout"):
+        setattr(case, name, np.ascontiguousarray(getattr(case, name).swapaxes(1, 2)))
+    check(case, case.reference())
+    assert taken
+
+
+def test_a_row_that_sees_a_nan_is_nan(device_by_name, taken):
+    """Of causal rows, with a NaN in a key that the last of them see; others may be, if they share a tile with it."""
+    case = on_device(make(B=1, Hq=1, Tq=150, d=64, dtype="bfloat16", causal=True))
+    case.dlse = None
+    clean = [np.asarray(g).astype(np.float64) for g in case.backward(*case.forward())]
+    case.k[..., 140, 5] = np.nan
+    dq, dk, dv = (np.asarray(g).astype(np.float64) for g in case.backward(*case.forward()))
+    assert np.isnan(dq[..., 140:, :]).all()
+    np.testing.assert_allclose(dq[..., :128, :], clean[0][..., :128, :], rtol=1e-2, atol=1e-3)
+    assert np.isnan(dk[..., :141, :]).all() and np.isnan(dv[..., :141, :]).all()
+    assert taken
+
+
+def overflowing():
+    """A key whose dP overflows in all rows that do not see it; those that do have dO = 0."""
+    case = make(B=1, Hq=2, Tq=150, d=64, dtype="bfloat16", causal=True)
+    case.v[..., 139, :] = 3e38
+    case.dout[..., :139, :] *= np.asarray(10, case.dout.dtype)
+    case.dout[..., 139:, :] = 0
+    case.dlse = None
+    return case
+
+
+def test_what_overflows_is_hidden_where_it_is_not_seen(device_by_name, taken):
+    case = overflowing()
+    moved = on_device(case)
+    for gradient in moved.backward(*moved.forward()):
+        assert np.isfinite(np.asarray(gradient).astype(np.float64)).all()
+    assert taken
+
+
+def test_two_calls_do_not_add_up(device_by_name):
+    """The sums of dQ begin at 0 each time."""
+    case = make(B=1, Hq=1, Tq=70, d=64, dtype="float16")
+    reference, moved = case.reference(), on_device(case)
+    out, lse = moved.forward()
+    for _ in range(2):
+        for name, gradient in zip(case.wrt, moved.backward(out, lse), strict=True):
+            assert_close("d" + name, np.asarray(gradient), reference)
+
+
+def test_sections_of_heads(monkeypatch, device_by_name, taken):
+    """More heads than L2 can hold: the last section has fewer of them."""
+    case = make(B=3, Hq=2, Tq=40, Tk=300, d=64, dtype="bfloat16", causal=True)
+    monkeypatch.setattr(fa2_backward, "SECTION_BYTES", 1 << 19)
+    sections = []
+    section = fa2_backward._section
+    monkeypatch.setattr(fa2_backward, "_section", lambda problem: sections.append(section(problem)) or sections[-1])
+    check(case, case.reference())
+    assert taken and 1 < sections[0] < 6 and 6 % sections[0]
+
+
+@pytest.mark.parametrize("options", [
+    dict(deterministic=True), dict(softcap=9.0), dict(dropout=0.1), dict(alibi_slopes=[0.1, 0.2]), dict(sram=1 << 17),
+    dict(mask=rf.masks.PrefixLM(5)), dict(bias=np.zeros((20, 20), np.float32)), dict(scale=-0.5), dict(algorithm="fa1"),
+    dict(d=20), dict(d=136),
+], ids=lambda options: next(iter(options)))  # fmt: skip
+def test_other_calls_go_another_way(options, device_by_name, taken):
+    case = make(B=1, Tq=20, dtype="bfloat16", **{"d": 64} | options)
+    case.wrt = ("q", "k", "v")
+    check(case, case.reference())
+    assert not taken
+
+
+# ---- the tests can fail ---------------------------------------------------------------------------------------
+
+BROKEN = {
+    "": ("causal", "", ""),
+    "the band is a row wide of the mark": ("causal", "BAND ? (int)clamp(j - call", "BAND ? (int)clamp(j - 1 - call"),
+    "all tiles are taken for plain": ("causal", "if (!plain)", "if (false)"),
+    "keys that follow are left": ("lengths", "if (keys_follow && left < BC)", "if (false)"),
+    "rows that follow are left": ("packed", "rows_end = rows_follow &&", "rows_end = false &&"),
+    "rows that follow are cleared too late": ("packed", "fence_shared();\n                all_meet();", "all_meet();"),
+    "dS is not fenced": ("one tile", "fence_shared();\n            all_meet();  // dS", "all_meet();  // dS"),
+    "dS is not waited for": ("one more, d = 64", "all_meet();  // dS is there", "// dS is there"),
+    "Q is given back early": ("many steps", "barriers + READ + last", "barriers + READ + at.stage"),
+    "dP is read early": ("one tile", "await_products<0>();  // dP\n", "\n"),
+    "dK is read early": ("one tile", "await_products<0>();  // dK", ""),
+    "dQ is read early": ("one tile", "await_products<1>();  // dV, dQ", "await_products<2>();"),
+    "delta is left out": ("one tile", "BR + y] = delta;", "BR + y] = 0.0f;"),
+    "lse is in other units": ("one tile", "lse * LOG2E;", "lse;"),
+    "heads of a group share a block of sums": ("groups", "sums += (blocks_of_head(call) -", "sums += (0 -"),
+    "sequences share a block of sums": ("packed", "q_start / BR + b)", "q_start / BR)"),
+    "sums of rows and of columns are mixed up": ("one tile, d = 64", "BY_ROWS ? patch * 64 : 0", "0"),
+    "dK is not scaled": ("one tile, d = 64", "dK[8 * n + 2 * e] * scale", "dK[8 * n + 2 * e]"),
+}  # fmt: skip
+
+
+def break_backward(monkeypatch, old, new):
+    """Change the backward kernel alone: the forward pass that comes before it stays right."""
+    whole = compile.source
+    assert old in whole(FILE, "")
+    monkeypatch.setattr(
+        compile,
+        "source",
+        lambda name, preamble: whole(name, preamble).replace(old, new) if name == FILE else whole(name, preamble),
+    )
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_broken_kernels_are_caught(name, device_by_name, taken, monkeypatch):
+    which, old, new = BROKEN[name]
+    case = prepared((CALLS | PACKED)[which], "bfloat16")
+    break_backward(monkeypatch, old, new)
+    with pytest.raises(AssertionError) if old else nullcontext():
+        check(case, case.reference())
+    assert taken
+
+
+def test_a_kernel_that_does_not_hide_dS_is_caught(device_by_name, monkeypatch):
+    break_backward(monkeypatch, "if (!plain)\n                    hide(x);\n#pragma", "#pragma")
+    with pytest.raises(AssertionError):
+        test_what_overflows_is_hidden_where_it_is_not_seen(None, [1])

@@ -1,0 +1,348 @@
+"""The forward kernel of sm_90 against the oracle, without a GPU (-m emulated).
+
+See test_cupy_raw_emulated.py for what that can show, and emulator_hopper.hpp for what it finds beside wrong numbers.
+"""
+
+import re
+from dataclasses import replace
+
+import emulator
+import numpy as np
+import pytest
+from strategies import DTYPES
+from test_cupy_raw_emulated import on_device
+from test_forward import make
+from tolerances import assert_close
+
+from rawflash import hardware, problem
+from rawflash.backends.cupy_raw import compile, launch
+
+pytestmark = pytest.mark.emulated
+FILE = "sm90/fa2_forward.cu"
+
+
+class Here:
+    """A device of a few multiprocessors: which files were loaded, how they are to be changed first, all counters."""
+
+    def __init__(self, monkeypatch, backwards=False, processors=2):
+        self.monkeypatch, self.files, self.changes, self.counters = monkeypatch, [], [], []
+        emulator.install(monkeypatch, backwards)
+        chip = replace(hardware.CHIPS["sm_90"], processors=processors)
+        monkeypatch.setattr(hardware, "_gpu", lambda device: chip)
+        loads, counts = compile.load, launch.Launcher.counters
+
+        def load(text, arch, options=()):
+            self.files.append(re.findall(r'#line 1 "(.*\.cu)"', text)[-1])
+            for old, new in self.changes:
+                assert text.count(old) >= 1, old
+                text = text.replace(old, new)
+            return loads(text, arch, options)
+
+        def counters(launcher, count):
+            self.counters.append(np.zeros(count, np.uint32))
+            assert counts  # the real one gives zeros, too
+            return self.counters[-1].ctypes.data
+
+        monkeypatch.setattr(compile, "load", load)
+        monkeypatch.setattr(launch.Launcher, "counters", counters)
+
+    def results(self, case, small_on_device=False, **options):
+        """``out, lse`` of a case, by the kernel of this page; counters are zeros afterwards."""
+        problem._MEMO.clear()
+        out, lse = on_device(case, small_on_device).forward(**options)
+        assert self.files[-1:] == [FILE]
+        assert not any(x.any() for x in self.counters)
+        return np.asarray(out), np.asarray(lse)
+
+    def check(self, case, reference=None, **options):
+        reference = reference or case.reference()
+        out, lse = self.results(case, **options)
+        assert_close("out", out, reference)
+        assert_close("lse", lse, reference)
+
+
+@pytest.fixture(params=[False, True], ids=["forwards", "backwards"])
+def here(request, monkeypatch):
+    return Here(monkeypatch, request.param)
+
+
+@pytest.fixture
+def one(monkeypatch, request):
+    """One order of threads for each name of a test, in turn."""
+    return Here(monkeypatch, len(request.node.name) % 2 == 1)
+
+
+# ---- calls --------------------------------------------------------------------------------------------
+
+
+def normal(*shape):
+    return lambda rng, dtype: (3 * rng.standard_normal(shape)).astype(dtype)
+
+
+#: Blocks have 192 rows at d = 64, else 128, and 128 keys; 80 at d = 256.
+CALLS = {
+    "whole blocks": dict(Tq=256, Tk=384, d=128),
+    "one key": dict(Tq=17, Tk=1, d=64),
+    "one more than whole blocks": dict(Tq=193, Tk=257, d=64),
+    "one less": dict(Tq=127, Tk=255, d=128),
+    "causal": dict(Tq=300, d=128, causal=True),
+    "causal, three warpgroups": dict(Tq=400, d=64, causal=True),
+    "causal, rows without keys": dict(Tq=300, Tk=100, d=64, causal=True, sinks=normal(2)),
+    "causal, the diagonal at the end of blocks": dict(Tq=256, Tk=383, d=128, causal=True),
+    "offsets per batch": dict(Tq=150, Tk=290, d=128, causal=True, q_offset=np.array([-130, 128])),
+    "nothing visible": dict(Tq=150, Tk=290, d=128, causal=True, q_offset=-1000),
+    "window": dict(Tq=400, d=128, window=(130, 7)),
+    "window before the keys": dict(Tq=300, Tk=140, d=128, window=(20, 20), q_offset=0),
+    "narrow window": dict(Tq=300, d=64, window=(3, 0)),
+    "window open to the right": dict(Tq=300, d=128, window=(70, None)),
+    "lengths": dict(B=3, Tq=150, Tk=300, d=128, q_lengths=[150, 0, 40], kv_lengths=[129, 300, 0]),
+    "lengths, causal": dict(B=3, Tq=150, Tk=300, d=64, q_lengths=[150, 100, 40], kv_lengths=[7, 200, 256],
+                            causal=True),
+    "grouped heads": dict(B=1, Hq=6, Hkv=2, Tq=140, Tk=200, d=64, causal=True),
+    "softcap": dict(Tq=140, Tk=200, d=128, softcap=5.0, size=10.0),
+    "softcap far above": dict(Tq=140, Tk=200, d=64, softcap=1e4),
+    "alibi": dict(Tq=140, Tk=300, d=128, alibi_slopes=np.array([0.5, 0.01]), causal=True),
+    "everything": dict(Tq=200, Tk=300, d=64, alibi_slopes=np.array([0.5, 0.01]), softcap=9.0, window=(150, 40),
+                       sinks=normal(2), kv_lengths=[250, 300], q_lengths=[200, 77]),
+    "192, 128": dict(B=1, Tq=140, Tk=300, d=192, dv=128, causal=True),
+    "192": dict(B=1, Tq=140, Tk=200, d=192),
+    "256": dict(B=1, Tq=140, Tk=170, d=256, causal=True),
+    "96": dict(B=1, Tq=140, Tk=200, d=96),
+    "8, 200": dict(B=1, Tq=140, Tk=200, d=8, dv=200),
+    "many pieces": dict(B=3, Hq=3, Tq=260, Tk=40, d=64, causal=True),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_calls(one, name):
+    n = list(CALLS).index(name)
+    one.check(make(dtype=("bfloat16", "float16")[n % 2], **CALLS[name]), small_on_device=n % 3 == 0)
+
+
+def test_padding_is_never_read(here):
+    """NaN behind the lengths, in Q, K and V, and around each head."""
+    case = make(B=2, Tq=150, Tk=300, d=128, dtype="bfloat16", q_lengths=[150, 40], kv_lengths=[129, 3])
+    reference = case.reference()
+    for b in range(2):
+        case.q[b, :, case.options["q_lengths"][b] :] = np.nan
+        for x in (case.k, case.v):
+            x[b, :, case.options["kv_lengths"][b] :] = np.nan
+    here.check(case, reference)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_packed_sequences(here, dtype, causal):
+    """Boxes reach into the next sequence, and into rows that no sequence owns."""
+    case = make(lead=(), Hq=4, Hkv=2, Tq=420, Tk=560, d=64, dtype=dtype, causal=causal)
+    case.cu_seqlens = ([2, 150, 150, 167, 400], [1, 130, 140, 140, 500])
+    reference = case.reference()
+    of_q, of_k = case.cu_seqlens
+    for x, (first, *_, last) in ((case.q, of_q), (case.k, of_k), (case.v, of_k)):
+        x[:, :first] = x[:, last:] = np.nan
+    here.check(case, reference)
+
+
+def test_other_strides(here):
+    """Heads and rows may change places, and rows may have more columns than the matrix."""
+    case = make(B=2, Hq=2, Tq=150, Tk=200, d=64, dtype="bfloat16")
+    reference = case.reference()
+    for name in "qkv":
+        array = getattr(case, name)
+        wide = np.full((*array.shape[:1], array.shape[2], array.shape[1], 72), np.nan, array.dtype)
+        wide[..., :64] = array.transpose(0, 2, 1, 3)
+        setattr(case, name, wide[..., :64].transpose(0, 2, 1, 3))
+    here.check(case, reference)
+
+
+@pytest.mark.parametrize("processors", [1, 3, 100])
+def test_any_number_of_blocks_of_threads_shares_the_pieces(monkeypatch, processors):
+    here = Here(monkeypatch, processors=processors)
+    for causal in (False, True):
+        here.check(make(B=2, Hq=3, Tq=300, Tk=260, d=128, dtype="bfloat16", causal=causal))
+
+
+# ---- the static maximum -------------------------------------------------------------------------------
+
+
+def scores(name, T=600, d=64, B=1, H=2):
+    """A call in bfloat16 whose scores are far from alike; the kernel goes from the last key to the first."""
+    case = make(B=B, Hq=H, Tq=200, Tk=T, d=d, dtype="bfloat16")
+    q, k, v = (np.array(x, np.float32) for x in (case.q, case.k, case.v))
+    what, _, how = name.partition(" ")
+    if what in ("early", "late"):  # the keys of one half
+        k[:, :, slice(0, T // 2) if what == "early" else slice(T // 2, T)] *= float(how)
+    elif what == "key":  # one of them
+        k[:, :, int(how)] *= 300
+    elif what == "rising":
+        k *= np.linspace(float(how), 0, T)[:, None]
+    elif what == "falling":
+        k *= np.linspace(0, float(how), T)[:, None]
+    elif what == "all":  # every row: scores of 8 t up to t, not of random signs
+        q[...], k[...] = 1, 0
+        k[..., 0] = np.linspace(float(how), 0, T)
+    elif what == "sums":  # each exponential is finite, and with these values what they are multiplied to
+        q[...], k[...] = 1, 0
+        k[:, :, : T // 2, 0] = float(how)
+        v *= 1e-6
+    elif what == "values":
+        q[...], k[...] = 1, 0
+        k[..., 0] = np.linspace(300, 0, T)
+        v *= 1e37
+    elif what == "masked":
+        case.options |= dict(causal=True, q_offset=int(how))
+        k[:, :, :100] *= 40
+    elif what == "window":
+        case.options |= dict(window=(int(how), 3), q_offset=300)
+        k *= np.linspace(50, 0, T)[:, None]
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        setattr(case, name, x.astype(DTYPES["bfloat16"]))
+    return case
+
+
+SCORES = (
+    "early 10", "early 40", "early 1000", "late 40", "late 1000", "key 0", "key 300", "key 599", "rising 50",
+    "falling 50", "rising 2000", "all 1000", "all -1000", "values 0", "sums 700", "masked 0", "masked -100",
+    "masked 350", "window 200",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SCORES)
+def test_scores_far_from_alike(one, name):
+    one.check(scores(name, d=64 if SCORES.index(name) % 2 else 128))
+
+
+@pytest.mark.parametrize("d", [64, 128, 192])
+def test_some_warps_have_pieces_done_again(here, d):
+    """Others have stored their rows, and wait for no one that does not come."""
+    case = make(B=1, Hq=3, Tq=200, Tk=300, d=d, dtype="bfloat16", causal=True)
+    case.q[:, 1, 20:24] *= 400
+    case.q[:, 2, 70:] *= 400
+    here.check(case)
+
+
+@pytest.mark.parametrize("where", ["q", "k", "v", "v inf"])
+def test_what_is_not_a_number_stays_in_the_rows_that_see_it(one, where):
+    case = make(B=1, Hq=1, Tq=200, Tk=300, d=64, dtype="bfloat16", causal=True)
+    reference = case.reference()
+    i, j = 50, 220  # row i sees keys up to 100 + i
+    getattr(case, where[0])[0, 0, i if where == "q" else j, 3] = np.inf if where == "v inf" else np.nan
+    out, lse = one.results(case)
+    rows = np.arange(200)
+    sees = rows == i if where == "q" else rows + 100 >= j
+    seen = out[0, 0, sees].astype(np.float32)
+    assert not np.isfinite(seen if where in "qk" else seen[:, 3]).any()
+    assert np.isnan(lse[0, 0, sees]).all() == (where in "qk")
+    if where not in "qk":  # 0 times it is NaN, too: hidden values are to be finite
+        out[..., 3] = np.asarray(reference.oracle["out"][..., 3], out.dtype)
+        sees[:] = False
+    for name, x in (("out", out), ("lse", lse)):  # the others are those of the clean call
+        want = np.asarray(reference.oracle[name])
+        assert_close(name, np.where(sees.reshape(200, *[1] * (x.ndim - 3)), want, x.astype(want.dtype)), reference)
+
+
+def test_scores_near_the_largest_float32(one):
+    """Where log2(e) times a score overflows: the steps that are taken again have no such product."""
+    case = make(B=1, Hq=1, Tq=40, Tk=300, d=64, dtype="bfloat16", scale=1.0)
+    case.q[...], case.k[...] = 0, 0
+    case.q[..., 0] = 1
+    case.k[..., 0] = (3.3e38 * np.linspace(0.2, 0.8, 300)).astype(case.k.dtype)
+    case.k[:, :, 150:, 0] *= -1
+    out, lse = one.results(case)
+    highest = case.k[0, 0, :, 0].astype(np.float64).max()
+    of_highest = case.k[0, 0, :, 0].astype(np.float64) == highest
+    np.testing.assert_allclose(lse, highest, rtol=1e-6)
+    want = case.v[0, 0, of_highest].astype(np.float64).mean(0)
+    np.testing.assert_allclose(out[0, 0].astype(np.float64), np.tile(want, (40, 1)), atol=2e-2)
+
+
+# ---- kernels that are broken on purpose ---------------------------------------------------------------
+
+
+def packed():
+    case = make(lead=(), Hq=1, Tq=180, Tk=200, d=64, dtype="bfloat16")
+    case.cu_seqlens = ([0, 100, 180], [0, 130, 200])
+    return case
+
+
+def padded():
+    case = make(B=1, Tq=150, Tk=300, d=128, dtype="bfloat16", kv_lengths=[129])
+    case.v[:, :, 129:] = np.nan
+    return case
+
+
+def plain(**options):
+    return lambda: make(**(dict(B=1, Hq=2, Tq=300, Tk=400, d=128, dtype="bfloat16") | options))
+
+
+RELEASE = "        if (leads())\n            arrive(&rest.empty_K[k]);\n"
+EARLY = "await(&rest.full_K[k], n / STAGES & 1);\n" + RELEASE
+BROKEN = {
+    "a sum of any size": (("total < MOST_SUM", "true"), lambda: scores("sums 700")),
+    "outputs of any size": (("&& finite == 0.0f", ""), lambda: scores("values 0", d=128)),
+    "pieces are not done again": (("&& !__all_sync(WARP, !again)", "&& false"), lambda: scores("rising 50")),
+    "no rescaling": (("if (WAY != FIXED && moves)", "if (false)"), plain(causal=True, dtype="float16")),
+    "NaN behind the last key": (("clear_values(piece);", ""), padded),
+    "one key fewer": (("position + call.band_upper + 1,", "position + call.band_upper,"), plain(causal=True)),
+    "one key more on the left": (("column < first", "column < first - 1"), plain(window=(20, 20))),
+    "boxes into the next sequence": (
+        ("PACKED ? first + WARP_ROWS <= stored : first < stored", "first < stored"), packed
+    ),
+    "the counter is not cleared": (("call.counters[0] = 0", "call.counters[0] = 1"), plain(causal=True)),
+    "K is released before it was read": (
+        ("await(&rest.full_K[k], n / STAGES & 1);\n", EARLY), plain(Hq=1, Tq=100)
+    ),
+    "O is not made visible to copies": (
+        ("        fence_shared();\n        __syncwarp();", "        __syncwarp();"), plain()
+    ),
+    "O is overwritten before it was read": (
+        ("            if (lane == 0)\n                await_stores_read<0>();\n", ""), plain(B=2, Hq=4)
+    ),
+    "P of the step before is not waited for": (
+        ("l[0] + l[1];\n        await_products<0>();", "l[0] + l[1];\n        await_products<1>();"), plain()
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_broken_kernels_are_seen(monkeypatch, name):
+    """Each with the call that is right without the change."""
+    here, (change, case) = Here(monkeypatch, processors=1), BROKEN[name]
+    case = case()
+    reference = (replace(case, v=np.nan_to_num(case.v)) if name.startswith("NaN") else case).reference()
+    here.check(case, reference)
+    here.changes.append(change)
+    if name.startswith("K is"):  # and only then
+        here.changes.append((RELEASE + "        finish_", "        finish_"))
+    with pytest.raises(AssertionError):
+        here.check(case, reference)
+
+
+# ---- switches -----------------------------------------------------------------------------------------
+
+
+def test_the_exact_maximum_can_be_asked_for(one, monkeypatch):
+    """And then scores that rise without end do no harm even where nothing is done again."""
+    monkeypatch.setenv("RAWFLASH_EXACT_MAXIMUM", "1")
+    text = "constexpr int STATIC_MAXIMUM = 0;"
+    one.changes += [(text, text), ("&& !__all_sync(WARP, !again)", "&& false")]
+    one.check(scores("rising 50"))
+    one.check(scores("all 1000", d=128))
+
+
+def test_waits_can_be_bounded(one, monkeypatch):
+    case = make(B=1, Tq=40, Tk=140, d=64, dtype="bfloat16")
+    with pytest.raises(AssertionError, match="#define BOUNDED"):
+        one.changes.append(("#define BOUNDED", "#define BOUNDED"))
+        one.results(case)
+    monkeypatch.setenv("RAWFLASH_BOUNDED", "1")
+    one.check(case)
+
+
+def test_results_have_the_same_bits_again_whoever_does_the_pieces(monkeypatch):
+    case, found = scores("rising 50"), []
+    for processors, backwards in ((1, False), (2, True), (5, False)):
+        found.append(Here(monkeypatch, backwards, processors).results(case))
+    for out, lse in found[1:]:
+        np.testing.assert_array_equal(out.view(np.uint16), found[0][0].view(np.uint16))
+        np.testing.assert_array_equal(lse, found[0][1])
