@@ -32,6 +32,7 @@ PROCESSORS = 132  # multiprocessors of an H200, which is an sm_90
 def plan(backend, arch, direction, *, d, Tq=4096, Tk=None, B=4, H=16, Hkv=None, **options):
     """The tiles of a call on a chip of the table; "cpu": one with an L2 cache of 512 KiB a core."""
     sizes = dict(B=B, Hq=H, Hkv=Hkv or H, Tq=Tq, Tk=Tk or Tq, d=d, dv=d)
+    options = {"scale": d**-0.5} | options
     row = replace(chip("cpu"), on_chip_bytes=512 << 10) if arch == "cpu" else kernels_on(backend, chip(arch))
     if arch == "sm_90":
         row = replace(row, processors=PROCESSORS)

@@ -85,10 +85,19 @@ WGMMA_SLAB = 64  # columns of 16 bits that lie together, see sm90/hopper.cuh
 WGMMA_ROWS = 64  # of a warpgroup
 WGMMA_REST = 2560  # bytes: barriers, what pieces of work are
 WGMMA_PROCESSORS = 132  # of a device that was not asked
+WGMMA_FEWEST = 0.4  # pieces of work for each multiprocessor; with fewer, cuda/mma is faster, which shares keys out
 WGMMA_SECTION = 32 << 20  # bytes of K and V that stay in L2
-WGMMA_BACKWARD = {64: 128, 128: 64}  # Br, by the wider of d and dv; Bc = 128
+WGMMA_BACKWARD = {64: 128, 128: 64}  # Br, by the wider of d and dv
+WGMMA_BACKWARD_KEYS = 128  # Bc
 WGMMA_BACKWARD_MOST = 128  # head dimension
 WGMMA_BACKWARD_STAGES, WGMMA_BACKWARD_S = 3, 2  # blocks of Q and dO on chip at once, and of dS
+SPLIT_INPUTS = "split inputs"  # family of cupy_raw's float32 kernels of fa2 that read parts which were split before
+SPLIT_PARTS = 3  # bfloat16 numbers of a float32 one
+SPLIT_LEAST = 512  # rows, and keys that a row sees: with fewer, splitting the inputs costs more than it gains
+SPLIT_COLUMNS = 128  # head dimension
+SPLIT_FORWARD = {64: (128, 64), 128: (128, 64)}  # (Br, Bc)
+SPLIT_BACKWARD = {64: (64, 128), 128: (64, 64)}
+SPLIT_THREADS = 256  # of a block
 FEW = "few rows"  # family of numba_cpu's fa2 forward pass for few queries: one at a time, not one on each lane
 FEW_QUERIES = 8  # of a head; from 12 to 16 on, lanes full of queries are faster
 FEW_KEYS = 16  # rows of K or V that it may copy, to have whole vectors
@@ -209,7 +218,8 @@ class Tiles:
         Only "products": whole rows of scores that the softmax takes at a time.
     family : str
         Of the kernels that the plan is for, see :class:`rawflash.hardware.Chip`. "split": float32 products on
-        tensor cores, as sums of products of bfloat16 parts; "mma", "wgmma": 16-bit products there, sums in float32;
+        tensor cores, as sums of products of bfloat16 parts; "split inputs": the same, the inputs split
+        once by a kernel of its own; "mma", "wgmma": 16-bit products there, sums in float32;
         "few rows": see :mod:`rawflash.backends.numba_cpu.few_rows`.
     parts, part_keys : int
         Only the fa2 forward pass, on a GPU that would else be idle in parts or of the family "few rows": how many
@@ -268,6 +278,8 @@ class Tiles:
             )
         if self.family == SPLIT:
             lines.append("  float32 products on tensor cores, by six products of bfloat16 parts")
+        if self.family == SPLIT_INPUTS:
+            lines.append("  float32 products: six of bfloat16 parts on tensor cores, split once before")
         if self.family in (MMA, WGMMA) and any(tile.where == REGISTERS for tile in self.resident):
             lines.append("  products of 16-bit numbers on tensor cores; P and dS in 16, sums in 32 bits")
         if self.family == FEW:
@@ -350,6 +362,11 @@ def raw_takes(problem: Problem) -> bool:
     )
 
 
+def _fills(chip: Chip, pieces: int) -> bool:
+    """Have enough multiprocessors a piece of work, if that is known?"""
+    return pieces >= WGMMA_FEWEST * (chip.processors or 0)
+
+
 def wgmma_takes(problem: Problem, chip: Chip, direction: str) -> bool:
     """Is this a problem for the kernels of cupy_raw/cuda/sm90? What hides keys may be a band and lengths."""
     d, dv = problem.d, problem.dv
@@ -370,6 +387,7 @@ def wgmma_takes(problem: Problem, chip: Chip, direction: str) -> bool:
         and problem.B * problem.Hq * -(-problem.Tq // (2 * WGMMA_ROWS)) < WGMMA_PIECES
         and WGMMA_SCALES[0] < problem.scale < WGMMA_SCALES[1]
         and WGMMA_SCALES[0] < problem.scale / (problem.softcap or 1.0) < WGMMA_SCALES[1]
+        and _fills(chip, problem.B * problem.Hq * -(-problem.Tq // (2 * WGMMA_ROWS)))
     )
 
 
@@ -386,13 +404,14 @@ def wgmma_takes_backward(problem: Problem, chip: Chip, direction: str) -> bool:
         and MMA_SCALES[0] < problem.scale < MMA_SCALES[1]
         and all(option is None for option in options)
         and not (problem.page or problem.alibi or problem.dropout or problem.deterministic)
+        and _fills(chip, problem.B * problem.Hkv * -(-problem.Tk // WGMMA_BACKWARD_KEYS))
     )
 
 
 def _wgmma_backward(problem: Problem, chip: Chip) -> Tiles:
     """The blocks of cuda/sm90/fa2_backward.cu; they fit."""
     d, dv = _padded(problem.d, WGMMA_SLAB), _padded(problem.dv, WGMMA_SLAB)
-    br, bc, stages = WGMMA_BACKWARD[max(d, dv)], 128, WGMMA_BACKWARD_STAGES
+    br, bc, stages = WGMMA_BACKWARD[max(d, dv)], WGMMA_BACKWARD_KEYS, WGMMA_BACKWARD_STAGES
     resident = (
         Tile("K", bc, d, 2),
         Tile("V", bc, dv, 2),
@@ -414,6 +433,22 @@ def _wgmma_backward(problem: Problem, chip: Chip) -> Tiles:
 def scale_later(problem: Problem) -> bool:
     """May scores be scaled together with their change to powers of two? They are then finite where scores are."""
     return MMA_SCALES[0] < problem.scale <= LN2
+
+
+def split_takes(problem: Problem, direction: str) -> bool:
+    """Is this a problem for cupy_raw's kernels that read parts of float32 numbers, and large enough for them?"""
+    options = (problem.bias, problem.softcap, problem.mask, problem.sram)
+    lower, upper = problem.band.bounds()
+    return (
+        problem.algorithm == "fa2"
+        and problem.dtype == "float32"
+        and max(problem.d, problem.dv) <= SPLIT_COLUMNS
+        and SPLIT_LEAST <= min(problem.Tq, problem.Tk, upper - lower + 1)
+        and max(problem.Tq, problem.Tk) < MMA_LONGEST
+        and all(option is None for option in options)
+        and not (problem.page or problem.alibi or problem.dropout)
+        and not (direction == "backward" and problem.deterministic)
+    )
 
 
 def mma_pitch(d: int) -> int:
@@ -689,6 +724,10 @@ def _flash(problem: Problem, chip: Chip, direction: str, order: str | None, bloc
         return _mma(problem, chip, direction, order)
     if chip.family == HALVES:
         chip, family = replace(chip, family=SIMT), SIMT
+    if family == SPLIT and blocks is None and split_takes(problem, direction):
+        plan = _split(problem, chip, direction, order)
+        if plan is not None:
+            return plan
     if family in PIECES:
         return _pieces(problem, chip, direction, order)
     if family == MMA and chip.family == TENSOR and blocks is None:
@@ -797,6 +836,46 @@ def _mma(problem: Problem, chip: Chip, direction: str, order: str) -> Tiles:
             if plan.smem_bytes <= room:
                 return plan
     return _flash(problem, replace(chip, family=SIMT), direction, order, None)
+
+
+def _split(problem: Problem, chip: Chip, direction: str, order: str) -> Tiles | None:
+    """Blocks of cupy_raw's kernels that read parts of float32 numbers.
+
+    None: the loops are others, or those of the backward pass do not fit; then the forward pass too is for chips with
+    less memory.
+    """
+    limit, to_d, to_dv = _available(problem, chip), mma_pitch(problem.d), mma_pitch(problem.dv)
+    if order != (IJ if direction == "forward" else JI):
+        return None
+
+    def parts(name: str, rows: int, columns: int) -> Tile:
+        return Tile(name, SPLIT_PARTS * rows, columns, 2)
+
+    def tiles_of(br: int, bc: int, *more: Tile) -> Tiles:
+        resident = (parts("Q", br, to_d), parts("K", bc, to_d), parts("V", bc, to_dv), *more)
+        return Tiles(br, bc, resident, chip.name, limit, order, family=SPLIT_INPUTS, threads=SPLIT_THREADS)
+
+    br, bc = SPLIT_BACKWARD[max(to_d, to_dv)]
+    plan = tiles_of(
+        br,
+        bc,
+        parts("dO", br, to_dv),
+        parts("P or dS", bc, br),
+        Tile("lse", br, 1, 4),
+        Tile("delta", br, 1, 4),
+        Tile("whole", 1, 4, 4),
+        Tile("P", bc, br, 4, REGISTERS),
+        Tile("dQ", br, problem.d, 4, REGISTERS),
+        Tile("dK", bc, problem.d, 4, REGISTERS),
+        Tile("dV", bc, problem.dv, 4, REGISTERS),
+    )
+    if plan.smem_bytes > limit:
+        return None
+    if direction == "backward":
+        return plan
+    br, bc = SPLIT_FORWARD[max(to_d, to_dv)]
+    S, O = Tile("S", br, bc, 4, REGISTERS), Tile("O", br, problem.dv, 4, REGISTERS)
+    return tiles_of(br, bc, Tile("whole", 1, 8, 4), S, O)
 
 
 def _raw_forward(problem: Problem, chip: Chip, order: str) -> Tiles:

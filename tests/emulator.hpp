@@ -327,6 +327,13 @@ inline float bfloat16_to_float(unsigned x) { return bits<float>(x << 16); }
 inline float float16_to_float(unsigned x) { return half_to_float((unsigned short)x); }
 inline unsigned float16_pair(float x, float y) { return float_to_half(x) | (unsigned)float_to_half(y) << 16; }
 
+// Tensor cores cut sums off.
+inline float toward_zero(double x)
+{
+    const float y = (float)x;
+    return std::fabs((double)y) > std::fabs(x) ? std::nextafterf(y, 0) : y;
+}
+
 template <float (*widened)(unsigned)>
 inline void multiply_halves(float (&c)[4], const unsigned (&a)[4], const unsigned (&b)[2])
 {
@@ -349,7 +356,7 @@ inline void multiply_halves(float (&c)[4], const unsigned (&a)[4], const unsigne
                 double sum = c[e];
                 for (unsigned k = 0; k < 16; k++)
                     sum += (double)A[n / 4 + 8 * (e / 2)][k] * B[k][2 * (n % 4) + e % 2];
-                c[e] = (float)sum;
+                c[e] = toward_zero(sum);
             }
         }
     });

@@ -52,9 +52,9 @@ TOOLS = {
 COMMON = ("--target-processes", "application-only", "--launch-timeout", "60", "--print-limit", "20",
           "--destroy-on-device-error", "kernel")  # fmt: skip
 PORT, PORTS = 49152, 20  # where the tool's processes talk to each other: some ports for each pair
-LIMIT = 120  # seconds of one tool, then its processes are ended
+LIMIT = 200  # seconds of one tool, then its processes are ended
 BEGIN = 0.7  # no call is begun after this part of the limit
-PROCESSES = max(1, min(12, (os.cpu_count() or 1) * 3 // 4))
+PROCESSES = max(1, min(20, (os.cpu_count() or 1) * 3 // 4))
 ONE_THREAD = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}  # for what runs on the host, in each process
 PLACES = ("/usr/local/cuda*/bin", "/usr/local/cuda*/compute-sanitizer", "/opt/nvidia/*/bin",
           *(os.path.join(path, "nvidia/*/bin") for path in sys.path))  # fmt: skip

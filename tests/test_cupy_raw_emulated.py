@@ -762,6 +762,181 @@ def test_later_graphs_find_spare_counters(device_by_name, monkeypatch):
     assert cleared and not any(cleared)
 
 
+# ---- float32 from parts that were split before -----------------------------------------------------------------
+
+
+@pytest.fixture
+def ran(device_by_name, monkeypatch):
+    """The kernels that calls ran; those that read parts take problems of any size."""
+    return split_all(monkeypatch)
+
+
+def split_all(monkeypatch):
+    monkeypatch.setattr(problem, "_MEMO", {})
+    monkeypatch.setattr(tiling, "SPLIT_LEAST", 0)
+    names = []
+    run = launch.Launcher.run
+    monkeypatch.setattr(launch.Launcher, "run", lambda self, name, *more: names.append(name) or run(self, name, *more))
+    return names
+
+
+#: Calls that none of the kernels before them has: one row, no rows, no keys, nothing visible, everything in padding.
+SPLIT_CHOSEN = (
+    *CHOSEN, "one row, one dimension", "no rows", "no keys", "offset far left: nothing visible", "window past the keys",
+    "d < dv", "padding only, sinks", "no sink: -inf",
+)  # fmt: skip
+assert set(SPLIT_CHOSEN) <= set(AWKWARD)
+#: Options that keep a call with the kernels of before.
+STAY = ("mask", "bias", "alibi_slopes", "softcap", "dropout", "sram")
+
+
+@pytest.mark.parametrize("name", SPLIT_CHOSEN)
+def test_awkward_calls_in_parts_of_numbers(name, ran):
+    case, reference = awkward(name, "float32")
+    n = SPLIT_CHOSEN.index(name)
+    check(case, reference, small_on_device=n % 2 == 0)
+    split = not (set(STAY) & case.options.keys() or "algorithm" in case.options)
+    assert ran.count("split_inputs") == (2 if split else 0)
+
+
+SPLIT_LONG = {
+    "d = 64": dict(Tq=260, Tk=200, d=64),
+    "d = 128, causal": dict(Tq=140, Tk=330, d=128, causal=True),
+    "grouped heads, lengths": dict(B=2, Hq=4, Hkv=2, Tq=150, Tk=200, d=24, dv=40, causal=True, q_lengths=[150, 60],
+                                   kv_lengths=[200, 30]),
+    "odd dimensions, window, sinks": dict(Hq=2, Hkv=1, Tq=170, Tk=190, d=17, dv=33, window=(70, 5),
+                                          sinks=np.array([0.5, -1], np.float32)),
+    "pairs that warps do not share evenly": dict(Tq=70, Tk=90, d=80, dv=112),
+    "one piece of a value": dict(Tq=70, Tk=150, d=128, dv=3, causal=True),
+    "rows far from keys": dict(Tq=300, Tk=90, d=16, causal=True, q_offset=-100),
+    "a scale of its own": dict(Tq=70, Tk=90, d=16, scale=1.5),
+    "a scale below 0": dict(Tq=70, Tk=90, d=16, scale=-0.5),
+    "layout": dict(B=2, Hq=2, Tq=70, Tk=70, d=32, layout="bthd"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("aligned", [True, False])
+@pytest.mark.parametrize("name", SPLIT_LONG)
+def test_long_calls_in_parts_of_numbers(name, aligned, ran):
+    """Blocks of many kinds, in arrays of any alignment; padding is NaN."""
+    how = {"B": 1, "Hq": 1} | SPLIT_LONG[name]
+    layout = how.pop("layout", "bhtd")
+    case = make(**how)
+    if layout == "bthd":
+        case = replace(case, options=case.options | {"layout": layout},
+                       **{x: getattr(case, x).transpose(0, 2, 1, 3) for x in ("q", "k", "v", "dout")})  # fmt: skip
+    for x, lengths in (("q", "q_lengths"), ("dout", "q_lengths"), ("k", "kv_lengths"), ("v", "kv_lengths")):
+        for b, length in enumerate(case.options.get(lengths, ())):
+            getattr(case, x)[b, :, length:] = np.nan
+    reference = case.reference()
+    if not aligned:
+        for x in ("q", "k", "v", "dout"):
+            old = getattr(case, x)
+            room = np.full((*old.shape[:-1], old.shape[-1] + 1), np.nan, np.float32)
+            room[..., 1:] = old
+            setattr(case, x, room[..., 1:])
+    check(case, reference)
+    assert ran.count("split_inputs") == 2
+
+
+@FEW
+@given(case=problems(dtypes=("float32",), algorithms=("fa2",), exclude=STAY)
+       | varlen_problems(dtypes=("float32",), algorithms=("fa2",), exclude=STAY))  # fmt: skip
+def test_drawn_problems_in_parts_of_numbers(device_of_module, case):
+    reference = case.reference()
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        split_all(monkeypatch)
+        check(case, reference, small_on_device=case.how["seed"] % 2 == 1)
+
+
+def test_packed_sequences_in_parts_of_numbers(ran):
+    """Sequences that begin anywhere, one without rows, one without keys; rows that none of them owns are NaN."""
+    case = make(lead=(), Hq=2, Hkv=1, Tq=190, Tk=170, d=24, causal=True)
+    case.cu_seqlens = ([3, 20, 20, 95, 180], [1, 40, 60, 60, 165])
+    for x, starts in (("q", 0), ("dout", 0), ("k", 1), ("v", 1)):
+        array, owned = getattr(case, x), case.cu_seqlens[starts]
+        array[:, : owned[0]] = array[:, owned[-1] :] = np.nan
+    check(case, case.reference())
+    assert ran.count("split_inputs") == 2
+
+
+def test_keys_shared_out_in_parts_of_numbers(device_by_name, monkeypatch):
+    case = make(B=2, Hq=2, Hkv=1, Tq=150, Tk=400, d=24, causal=True, q_lengths=[150, 60], kv_lengths=[400, 30],
+                sinks=np.array([0.5, -np.inf], np.float32))  # fmt: skip
+    reference = case.reference()
+    ran, merged = split_all(monkeypatch), share_out(monkeypatch)
+    check(case, reference, backward=False)
+    assert merged and "split_inputs" in ran
+
+
+@pytest.mark.parametrize("of", ["normal", "of one sign", "large scores", "one large number in each row"])
+@pytest.mark.parametrize("d", [64, 128])
+def test_sums_of_parts_are_as_exact_as_others(d, of, ran):
+    """Tensor cores cut off: where all products have one sign, or scores are large, it would show."""
+    case = make(B=1, Hq=1, Tq=130, Tk=260, d=d)
+    if of == "of one sign":
+        for x in (case.q, case.k, case.v, case.dout):
+            x[...] = np.abs(x) + 0.5
+    elif of == "large scores":
+        case.q[...] *= 30
+    elif of == "one large number in each row":
+        case.v[..., 3] *= 2**20
+        case.k[..., 5] *= 2**-20
+        case.q[..., 5] *= 2**20
+    check(case, case.reference())
+    assert ran.count("split_inputs") == 2
+
+
+# Barriers whose absence shows only if warps are far apart, which fibers are not, are not here.
+SPLIT_BROKEN = {
+    "the third parts are left out": ("int order = PARTS - 1; order >= 0;", "int order = PARTS - 2; order >= 0;"),
+    "two parts are exchanged": ("(&four)[4] = B[n / 2][order - p];", "(&four)[4] = B[n / 2][p];"),
+    "the tail of a row is another's": ("x + e < N ? source[e] : 0.0f", "source[e]"),
+    "padding is read": ("const bool exists = WHOLE || n + row < count;", "const bool exists = true;"),
+    "O does not follow m": ("O[n][2 * r] *= alpha;", ";"),
+    "V is not awaited": ("await_groups<0>();\n            __syncthreads();  // V_j is", "__syncthreads();  // V_j is"),
+    "the band of S is one key wide of the mark": ("call.band_upper + 1 - j_low", "call.band_upper + 2 - j_low"),
+    "tiles of the diagonal hide nothing": ("if (!full)\n                hide(", "if (false)\n                hide("),
+    "a row sees a key more": ("first + c || x >= end + c", "first + c - 1 || x >= end + c"),
+    "the second head's rows are the first's": ("from += (unsigned)call.rows_q - r;", "from -= r;"),
+    "the second head's patches are the first's": ("patch += (unsigned)call.parts - r / 16;", "patch -= r / 16;"),
+    "lse is not awaited": (
+        "await_groups<0>();\n            __syncthreads();  // Q_i and dO_i", "__syncthreads();  // Q_i and dO_i"),
+    "columns of dK are the other warp's": ("threadIdx.x / WARP_SIZE / WARPS_K * (8 * N) : 0;", "0 : 0;"),
+    "dQ of the other columns": ("pair = warp / WARPS_Q * PAIRS_Q;", "pair = 0;"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("how", SPLIT_BROKEN)
+def test_broken_kernels_of_parts_are_caught(how, ran, monkeypatch):
+    old, new = SPLIT_BROKEN[how]
+    whole, found = compile.source, []
+
+    def broken(name, preamble):
+        text = whole(name, preamble)
+        if "split_" in name:
+            found.append(old in text)
+            text = text.replace(old, new)
+        return text
+
+    cases = [make(B=1, Hq=2, Hkv=1, Tq=200, Tk=200, d=d, causal=True, q_lengths=[190]) for d in (24, 66)]
+    for case in cases:
+        case.q[...] *= 4  # maxima that grow
+        case.q[:, :, 190:] = case.dout[:, :, 190:] = np.nan
+    references = [case.reference() for case in cases]
+    monkeypatch.setattr(compile, "source", broken)
+    caught = False
+    for case, reference in zip(cases, references, strict=True):
+        emulator.install(monkeypatch, backwards=True)
+        split_all(monkeypatch)
+        try:
+            check(case, reference)
+        except AssertionError:
+            caught = True
+    assert any(found), "the kernel has changed: this test must follow"
+    assert caught
+
+
 # ---- caches ----------------------------------------------------------------------------------------------------
 
 

@@ -243,6 +243,8 @@ def cases():
     for arch in ("sm_75", "sm_80"):
         found += on(arch, FA2, ["float16", "float64"], [128], ["plain"])
         found += on(arch, FA2, ["float32"], [64], ["everything"])
+    # where a plain call is one of split inputs; on sm_90a others are above
+    found += on("sm_100a", FA2, ["float32"], [64], ["everything"])
     return list(dict.fromkeys(found))
 
 
@@ -523,7 +525,8 @@ def test_products_run_on_the_units_that_the_plan_chose(arch, dtype, tmp_path):
     multiplied by those that take it; its other multiply-adds are the exponential."""
     pytest.importorskip("cupy")
     tool, file = disassembler(), tmp_path / "kernel.cubin"
-    (program,) = programs(Case(arch, "fa2_forward", dtype, 64, "plain"))
+    program, *more = programs(Case(arch, "fa2_forward", dtype, 64, "plain"))
+    assert [one.file for one in more] == ["mma/split_inputs.cu"] * ((arch, dtype) == ("sm_90a", "float32"))
     file.write_bytes(compiler.compile_log(program.text, program.arch)[0])
     code = subprocess.run([tool, "-c", file], capture_output=True, text=True, check=True, timeout=120).stdout
     found = Counter(re.findall(r"\b(FFMA|DFMA|HMMA|DMMA)\b", code))

@@ -10,7 +10,9 @@ from rawflash import tiling
 from rawflash.errors import BackendError, ProblemError, TileError
 from rawflash.hardware import CHIPS, Chip, chip, chip_of, kernels_on
 from rawflash.problem import Problem
-from rawflash.tiling import DAO_BACKWARD_BLOCKS, RESIDENT, STREAMED, Tiles, key_ranges, parts_of, plan_tiles
+from rawflash.tiling import (
+    DAO_BACKWARD_BLOCKS, RESIDENT, SPLIT_INPUTS, SPLIT_LEAST, STREAMED, Tiles, key_ranges, parts_of, plan_tiles,
+)  # fmt: skip
 from rawflash.traffic import visits
 
 LOOPS = Chip("loops", 1 << 16, 1, "loops")
@@ -304,7 +306,7 @@ def test_other_calls_of_halves_are_multiply_adds():
         for direction in ("forward", "backward"):
             wide = problem(**(HALF | dict(backend="cupy_raw", d=d, dv=dv)))
             assert plan_tiles(wide, kernels_on("cupy_raw", chip("sm_100")), direction).family == "simt"
-    assert by_raw(dtype="float32").family == "split"
+    assert by_raw(dtype="float32").family == "split inputs"
 
 
 @given(st.integers(1, 256), st.integers(1, 256), st.integers(1, 1 << 18), st.sampled_from(sorted(CHIPS)))
@@ -364,7 +366,7 @@ def test_gradients_of_halves_take_every_option(options):
 
 
 @pytest.mark.parametrize("options", [
-    dict(dtype="float32"), dict(algorithm="fa1"), dict(sram=20000), dict(name="sm_75"),
+    dict(dtype="float64"), dict(algorithm="fa1"), dict(sram=20000), dict(name="sm_75"),
 ])  # fmt: skip
 def test_other_gradients_have_other_kernels(options):
     tiles = raw_backward(**options)
@@ -534,7 +536,7 @@ def test_what_leaves_more_registers_for_options():
 
 @pytest.mark.parametrize("options", [
     dict(causal=True), dict(window=(3, 5)), dict(varlen=True), dict(ragged=True), dict(softcap=2.0), dict(alibi=True),
-    dict(sinks=True), dict(scale=0.3), dict(Tq=17), dict(Tk=1), dict(deterministic=True), dict(layout="bthd"),
+    dict(sinks=True), dict(scale=0.3), dict(Tk=1), dict(deterministic=True), dict(layout="bthd"),
 ])  # fmt: skip
 def test_problems_of_warpgroups(options):
     tiles, uneven = on_warpgroups(**options), {"causal", "window", "varlen", "ragged"}
@@ -554,6 +556,16 @@ def test_other_problems_go_where_they_went(options):
     assert plan.family != "wgmma" and plan.grid == 0 and plan.constants == ()
     elsewhere = plan_tiles(problem(**(WGMMA | options)), replace(H200, name="sm_91"), "forward")
     assert plan == replace(elsewhere, chip="sm_90")
+
+
+def test_few_pieces_are_left_to_kernels_that_share_keys_out():
+    for pieces in (16, 48, 56):
+        family = "wgmma" if pieces > 0.4 * 132 else "mma"
+        for direction in ("forward", "backward"):
+            asked = problem(**(WGMMA | dict(B=pieces // 8, Hkv=8, Tq=100, Tk=100)))
+            assert plan_tiles(asked, H200, direction).family == family
+            assert plan_tiles(asked, replace(H200, processors=None), direction).family == "wgmma"
+    assert on_warpgroups(B=1, Hq=1, Hkv=1, Tq=128, Tk=16384).parts > 1
 
 
 def test_other_chips_have_no_warpgroups():
@@ -587,3 +599,39 @@ def test_backward_passes_of_16_bits_on_sm_90(dtype):
         dict(backend="numba_cuda"),
     ]  # fmt: skip
     assert not any(planned(**other).family == tiling.WGMMA for other in others)
+
+
+# ---- float32 from parts that were split before ---------------------------------------------------------------------
+
+
+def float32(direction="forward", arch="sm_90", **more):
+    return plan_tiles(problem(backend="cupy_raw", **more), kernels_on("cupy_raw", chip(arch)), direction)
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+@pytest.mark.parametrize("d", [8, 64, 72, 128])
+def test_float32_is_split_before(d, direction):
+    tiles = float32(direction, d=d, dv=d)
+    wide = d > 64
+    assert tiles.family == SPLIT_INPUTS and tiles.smem_bytes <= tiles.on_chip_bytes
+    assert (tiles.br, tiles.bc) == ((128, 64) if direction == "forward" else (64, 64) if wide else (64, 128))
+    matrices = {tile.name: tile.bytes for tile in tiles.resident if tile.itemsize == 2}
+    assert matrices["K"] == 3 * tiles.bc * (128 if wide else 64) * 2
+    assert "split once before" in str(tiles)
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+@pytest.mark.parametrize("more", [
+    dict(T=SPLIT_LEAST - 1), dict(Tq=1), dict(Tk=100), dict(window=(SPLIT_LEAST // 2, 0)), dict(d=136, dv=136),
+    dict(dv=136), dict(sram=232448), dict(softcap=1.0), dict(alibi=True), dict(dropout=0.1), dict(bias=(1, 1, 1, 4096)),
+    dict(page=16), dict(dtype="float64"), dict(dtype="float16"), dict(algorithm="fa1"), dict(arch="sm_80"),
+    dict(arch="sm_89"),
+], ids=str)  # fmt: skip
+def test_other_calls_are_not(more, direction):
+    if not ({"page"} & more.keys() and direction == "backward"):
+        assert float32(direction, **more).family != SPLIT_INPUTS
+
+
+def test_only_forward_passes_are_split_before_if_deterministic():
+    assert float32(deterministic=True).family == SPLIT_INPUTS
+    assert float32("backward", deterministic=True).family == "split"

@@ -19,7 +19,7 @@ FONT = 'font-family="DejaVu Sans, Helvetica, Arial, sans-serif"'
 BLUE, ORANGE, GREEN, RED, GREY, VIOLET = "#bcd7ee", "#fbd7ae", "#c5e5c2", "#f3bcbc", "#e3e3e3", "#d9cdec"
 COLOURS = {
     "Q": BLUE, "Q or K": BLUE, "K": ORANGE, "K or S": ORANGE, "K or V": ORANGE, "V": GREEN, "dO": VIOLET, "S": RED,
-    "P": RED, "dS": RED, "O": VIOLET, "dQ": BLUE, "dK": ORANGE, "dV": GREEN,
+    "P": RED, "S, P": RED, "dP": RED, "dS": RED, "O": VIOLET, "dQ": BLUE, "dK": ORANGE, "dV": GREEN,
 }  # fmt: skip
 KIB = 1024
 REGISTER_FILE = 256 * KIB  # bytes of registers of a multiprocessor, from sm_75 on
@@ -67,7 +67,7 @@ class Picture:
 
 
 def bar(picture, y, title, tiles, room):
-    """Tiles as parts of the room that there is; those too narrow for their name stand below it."""
+    """Tiles as parts of the room that there is; names of those too narrow for one stand behind them, if there is room."""
     left, whole = 10, WIDTH - 20
     total = sum(tile.bytes for tile in tiles)
     picture.text(left, y, f"{title}: {total / KIB:g} of {room / KIB:g} KiB", 13, weight="bold")
@@ -81,7 +81,7 @@ def bar(picture, y, title, tiles, room):
         else:
             narrow.append(tile.name)
         x += w
-    if narrow:
+    if narrow and x < left + 0.9 * whole:
         picture.text(x + 4, y + 27, ", ".join(narrow), 13)
 
 
@@ -243,6 +243,45 @@ def few_rows_turns():
     return picture.svg("How keys go round parts and warps, and how their sums are merged")
 
 
+def sm90_turns():
+    """What two warpgroups and the copies have under way, over the time of a few steps."""
+    picture, left, unit, high = Picture(358), 10, 57, 26
+    dark, whole = "#c0392b", WIDTH - 20
+    picture.text(left, 20, "Three warpgroups of a block, over time", 14, weight="bold")
+
+    def lane(y, title):
+        picture.text(left, y - 6, title, 13)
+        picture.box(left, y, whole, high, "#f7f7f7", "#bbb")
+
+    def bars(y, start, each, names, colour):
+        for n, name in enumerate(names):
+            x = left + (start + n * each[0]) * unit
+            w = min(each[1] * unit, left + whole - x)
+            if w > 0:
+                picture.box(x, y, w, high, colour)
+                if w > 7 * len(name):
+                    picture.text(x + w / 2, y + 18, name, 12, "middle")
+
+    for group, (y, start) in enumerate(((94, 0.0), (208, 1.0))):
+        lane(y, f"warpgroup {group + 1}, 64 rows: products, and below exponentials")
+        picture.box(left, y + high + 4, whole, high, "#f7f7f7", "#bbb")
+        for step in range(4):
+            at = start + 2 * step
+            bars(y, at, (0, 0.5), [f"S{step}"], BLUE)
+            bars(y, at + 0.5, (0, 1.1), [f"P{step - 1} V{step - 1}"] if step else [], GREEN)
+            bars(y + high + 4, at + 0.55, (0, 1.0), [f"exp S{step}"], RED)
+    for n in range(1, 7):
+        x, above, below = left + n * unit, 94 + 2 * high + 6, 208 - 20
+        picture.line(x, *((above, x, below) if n % 2 else (below, x, above)), arrow=True, stroke=dark)
+    picture.text(left + unit + 7, 171, "turns", 12, fill=dark)
+    lane(320, "the warpgroup that copies: K and V, one or two blocks ahead")
+    bars(320, 0.1, (2, 0.8), ["K1", "K2", "K3", "K4"], ORANGE)
+    bars(320, 1.0, (2, 0.8), ["V0", "V1", "V2", "V3"], GREEN)
+    picture.text(left, 46, "Not to scale. Products of one block run beside exponentials of the", 12.5, fill="#333")
+    picture.text(left, 63, "next one, and beside those of the other warpgroup.", 12.5, fill="#333")
+    return picture.svg("Two warpgroups and the copies: what is under way at one time")
+
+
 def cpu_panel():
     """The two products of a forward panel on a CPU."""
     picture = Picture(356)
@@ -278,7 +317,10 @@ def cpu_panel():
 
 
 PICTURES = {
-    "split-memory": lambda: memory(plan("cupy_raw", "sm_90", "forward", d=128), "float32 forward, d = 128"),
+    # with an option that keeps the call with the kernels which split what they read
+    "split-memory": lambda: memory(
+        plan("cupy_raw", "sm_90", "forward", d=128, softcap=20.0), "float32 forward, d = 128"
+    ),
     "split-parts": split_parts,
     "simt-memory": lambda: memory(
         plan("numba_cuda", "sm_90", "forward", d=128, dtype="bfloat16", softcap=30.0),
@@ -293,6 +335,10 @@ PICTURES = {
     ),
     "mma-lanes": mma_lanes,
     "few_rows-turns": few_rows_turns,
+    "sm90-memory": lambda: memory(
+        plan("cupy_raw", "sm_90", "forward", d=128, dtype="bfloat16"), "bfloat16 forward on Hopper, d = 128"
+    ),
+    "sm90-turns": sm90_turns,
     "cpu-panel": cpu_panel,
 }
 

@@ -7,10 +7,10 @@ import os
 from dataclasses import replace
 
 from rawflash.arrays import Target
-from rawflash.backends.cupy_raw.launch import blocks_of, launcher
+from rawflash.backends.cupy_raw.launch import blocks_of, launcher, split_inputs
 from rawflash.backends.cupy_raw.tensor_map import Box
 from rawflash.problem import Operands, Problem
-from rawflash.tiling import FEW_MMA, FEW_MMA_LEAST, MMA, WGMMA, WGMMA_ROWS, WGMMA_SECTION, Tiles
+from rawflash.tiling import FEW_MMA, FEW_MMA_LEAST, MMA, SPLIT_INPUTS, WGMMA, WGMMA_ROWS, WGMMA_SECTION, Tiles
 
 MERGED_ROWS = 16  # of a thread block of mma/fa2_forward.cu's merge
 EXACT_MAXIMUM = "RAWFLASH_EXACT_MAXIMUM"  # in the environment, "1": the maximum of a row is never left behind
@@ -26,7 +26,8 @@ def fa2_forward(problem: Problem, tiles: Tiles, x: Operands, out: Target, lse: T
         return _warpgroups(problem, tiles, x, out, lse)
     blocks, parts = blocks_of(problem.Tq, tiles.br), tiles.parts
     halves = tiles.family == MMA and problem.backend == "cupy_raw"
-    file = "mma/fa2_forward.cu" if halves else "fa2_forward.cu"
+    split = tiles.family == SPLIT_INPUTS
+    file = "mma/fa2_forward.cu" if halves else "mma/split_forward.cu" if split else "fa2_forward.cu"
     kernels = x.memo.get(file) or launcher(
         file, problem, tiles, x, {"o": out, "lse": lse}, blocks=blocks, parts=parts, part_keys=tiles.part_keys
     )
@@ -37,6 +38,9 @@ def fa2_forward(problem: Problem, tiles: Tiles, x: Operands, out: Target, lse: T
         kept = parts - (problem.dtype == problem.compute_dtype)
         O, m, l = (kernels.workspace(rows * n) for n in (kept * problem.dv, parts, parts))
         values |= {"sums": O.data.ptr, "m.data": m.data.ptr, "l.data": l.data.ptr}
+    if split:
+        inputs, words = split_inputs(problem, tiles, x)
+        values |= words
     call = kernels.call(problem, x, values)
     if problem.varlen:
         kernels.run_over("clear_results", x.q.shape[1] * x.q.shape[2], call)

@@ -8,6 +8,7 @@ same from call to call. :class:`Launcher` keeps them, and puts in the addresses.
 from __future__ import annotations
 
 import ctypes
+import math
 import os
 import struct
 import threading
@@ -40,6 +41,8 @@ MOST_STRIDING = 4096  # blocks of a grid that strides
 LARGEST_GRID = 2**31 - 1
 BOUNDED = "RAWFLASH_BOUNDED"  # see preamble
 MOST_MAPS = 64  # sets of tensor maps that a launcher keeps, by the addresses of the call
+SPLIT_ROWS = 64  # of a thread block of mma/split_inputs.cu
+SPLIT_CHUNK, SPLIT_CHUNK_BYTES = 8, 48  # numbers of a row, and bytes that their parts take
 SPARE = 256  # sets of counters that are made at a time: a graph of a model has a call for each layer
 # Constants that the text of a kernel is chosen by; the others are numbers in it.
 SWITCHES = ("PIECES", "SPLIT", "TYPE", "BIAS_TYPE", "SLOPE_TYPE", "SINK_TYPE", "ALIGNED", "PACKED", "BAND", "BIAS",
@@ -479,6 +482,30 @@ def _side_tiles(problem: Problem, x: Operands) -> Tiles:
         chip = replace(chip_of(problem.backend, x.device), family=SIMT)
         made = x.memo["side tiles"] = plan_tiles(problem, chip, "backward")
     return made
+
+
+def split_inputs(problem: Problem, tiles: Tiles, x: Operands) -> tuple[Any, dict[str, int]]:
+    """Split q, k, v and, of a backward pass, dout into bfloat16 parts (``mma/split_inputs.cu``), lse beside them.
+
+    Returns the workspace that holds them, and the words by which kernels that read split_rows.cuh's rows find them.
+    """
+    kernels = x.memo.get("mma/split_inputs.cu") or launcher("mma/split_inputs.cu", problem, tiles, x, {})
+    matrices = {name: getattr(x, name) for name in ("q", "k", "v", "dout") if getattr(x, name) is not None}
+    item, starts, total = np.dtype(problem.compute_dtype).itemsize, {}, 0
+    for name, view in matrices.items():
+        starts[name] = total
+        slots, heads, rows, columns = view.shape
+        total += slots * heads * rows * blocks_of(columns, SPLIT_CHUNK) * SPLIT_CHUNK_BYTES
+    if x.dout is not None:
+        starts["m"] = total
+        total += math.prod(x.dout.shape[:3]) * item
+    made = kernels.workspace(total // item)
+    words = {f"{name}.data": made.data.ptr + start for name, start in starts.items()}
+    blocks = {name: problem.B * (problem.Hkv * blocks_of(problem.Tk, SPLIT_ROWS) if name in ("k", "v")
+                                 else problem.Hq * blocks_of(problem.Tq, SPLIT_ROWS)) for name in matrices}  # fmt: skip
+    call = kernels.call(problem, x, {"sums": made.data.ptr, "m.data": words.get("m.data", 0)})
+    kernels.run("split_inputs", sum(blocks.values()), call)
+    return made, words
 
 
 def blocks_of(rows: int, size: int) -> int:
