@@ -14,6 +14,7 @@ import sanitize
 from strategies import Decode
 from test_cupy_raw_offline import Array, Device
 
+from rawflash import tiling
 from rawflash.backends.cupy_raw import compile as compiler
 
 SUMMARIES = {
@@ -27,6 +28,7 @@ RAN = sanitize.RAN + json.dumps({"kernels": ["a.cu f", "a.cu g"], "calls": CALLS
 
 
 def test_the_calls_reach_every_kernel_both_ways_of_every_switch(monkeypatch):
+    monkeypatch.setattr(tiling, "WGMMA_FEWEST", 0)
     monkeypatch.setattr(gpu, "to_kind", lambda array, kind: Array(array.shape, array.dtype))
     device = Device("sm_90a")
     with device.current():
@@ -55,6 +57,7 @@ def test_the_calls_reach_every_kernel_both_ways_of_every_switch(monkeypatch):
 def test_calls_of_16_bits_go_where_their_names_say(name, monkeypatch):
     """On sm_90: to kernels of warpgroups, but for those of the backward pass that have none."""
     monkeypatch.setattr(gpu, "to_kind", lambda array, kind: Array(array.shape, array.dtype))
+    monkeypatch.setattr(tiling, "WGMMA_FEWEST", 0)
     device, case = Device("sm_90a"), sanitize.halves()[name]
     with device.current():
         moved = gpu.on_gpu(case)
