@@ -67,7 +67,7 @@ class Picture:
 
 
 def bar(picture, y, title, tiles, room):
-    """Tiles as parts of the room that there is; names of those too narrow for one stand behind them, if there is room."""
+    """Tiles as parts of the room that there is; names of narrow ones stand behind all, if they can."""
     left, whole = 10, WIDTH - 20
     total = sum(tile.bytes for tile in tiles)
     picture.text(left, y, f"{title}: {total / KIB:g} of {room / KIB:g} KiB", 13, weight="bold")
