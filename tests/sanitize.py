@@ -39,6 +39,7 @@ from test_decode import make as decode
 from test_forward import half_visible, make, normal
 
 from rawflash import masks as M
+from rawflash import tiling
 from rawflash.backends.cupy_raw import compile as compiler
 
 # Failures of CUDA's functions are exceptions in CuPy; what memcheck would report beside them are CuPy's questions.
@@ -130,10 +131,21 @@ def cases():
     made["decode, blocks"] = decode(**few, Tq=3, page=16, dtype="float16")
     made["many rows, blocks"] = decode(**few, Tq=20, page=16, dtype="float16")
     made["decode, odd dimensions"] = decode(Tq=2, lengths=(9, 2), d=7)
+    large = dict(B=1, Hq=2, Hkv=1, Tq=530, Tk=600)  # float32, whose parts are split before
+    made["split inputs"] = make(**large, d=64)
+    made["split inputs, causal, lengths"] = make(**large, d=72, dv=40, causal=True, q_lengths=[520], kv_lengths=[599])
+    made["split inputs, window, d = 128"] = make(**large, d=128, window=(500, 40), sinks=normal(2))
+    packed = make(lead=(), **large | dict(B=None), d=64, causal=True)
+    made["split inputs, packed"] = replace(packed, cu_seqlens=([2, 500, 520], [1, 590, 600]))
     made |= halves()
     for name in PYTHON:
         made[f"numba_cuda, {name}"] = replace(made[name], options=made[name].options | {"backend": "numba_cuda"})
     return made
+
+
+def plan_for(name, fewest=tiling.WGMMA_FEWEST):
+    """Let sm_90's own kernels have the calls that are named for them: else such small ones go to cuda/mma."""
+    tiling.WGMMA_FEWEST = 0.0 if name.startswith("warpgroups") else fewest
 
 
 def halves():
@@ -262,6 +274,7 @@ def child(folder, seconds):
         except FileExistsError:
             continue
         print(name, flush=True)
+        plan_for(name)
         try:
             check(case)
             cupy.cuda.runtime.deviceSynchronize()
