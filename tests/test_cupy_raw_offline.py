@@ -258,7 +258,8 @@ def programs(case):
     statistic = np.float64 if case.dtype == "float64" else np.float32
     halves = case.kernel in FA2 and case.dtype in ("float16", "bfloat16")
     lead = () if packed else (16 * B,) if halves and case.options != "few heads" else (B,)
-    q, k, v = (Array((*lead, heads, T, case.d), dtype) for heads in (HQ, HKV, HKV))
+    many = 4 if packed and halves else 1  # as many blocks as sm_90's own kernels are for
+    q, k, v = (Array((*lead, many * heads, T, case.d), dtype) for heads in (HQ, HKV, HKV))
     options = dict(OPTIONS[case.options])
     if case.kernel in KERNELS:
         options["algorithm"] = case.kernel.partition("_")[0]

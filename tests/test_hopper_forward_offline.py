@@ -17,10 +17,10 @@ from test_cupy_raw_offline import Array, Device, disassembler
 import rawflash as rf
 from rawflash.backends.cupy_raw import compile as compiler
 
-B, HQ, HKV, T = 2, 4, 2, 1024
+B, HQ, HKV, T = 2, 8, 4, 1024
 STARTS = np.array([0, T // 3, T])
 LENGTHS = dict(kv_lengths=[5, 900])
-RICH = dict(softcap=9.0, alibi_slopes=[0.5, 0.2, 0.1, 0.0], window=(300, 9), **LENGTHS)
+RICH = dict(softcap=9.0, alibi_slopes=[0.5, 0.2, 0.1, 0.0] * 2, window=(300, 9), **LENGTHS)
 #: dtype, d, dv, options, and loops of steps: of whole blocks, before them of those that give the maximum, behind them
 #: of those that are masked on the left, and of pieces that are done again
 CASES = {

@@ -27,12 +27,18 @@ CALLS = ["plain", "mask"]
 RAN = sanitize.RAN + json.dumps({"kernels": ["a.cu f", "a.cu g"], "calls": CALLS, "failed": []}) + "\n"
 
 
-def test_the_calls_reach_every_kernel_both_ways_of_every_switch(monkeypatch):
-    monkeypatch.setattr(tiling, "WGMMA_FEWEST", 0)
+@pytest.fixture
+def plans(monkeypatch):
+    """`plan_for` changes them."""
+    monkeypatch.setattr(tiling, "WGMMA_FEWEST", tiling.WGMMA_FEWEST)
+
+
+def test_the_calls_reach_every_kernel_both_ways_of_every_switch(monkeypatch, plans):
     monkeypatch.setattr(gpu, "to_kind", lambda array, kind: Array(array.shape, array.dtype))
     device = Device("sm_90a")
     with device.current():
-        for case in sanitize.cases().values():
+        for name, case in sanitize.cases().items():
+            sanitize.plan_for(name)
             if case.options.get("backend") == "numba_cuda":
                 continue
             if isinstance(case, Decode):
@@ -54,17 +60,17 @@ def test_the_calls_reach_every_kernel_both_ways_of_every_switch(monkeypatch):
 
 
 @pytest.mark.parametrize("name", sanitize.halves())
-def test_calls_of_16_bits_go_where_their_names_say(name, monkeypatch):
+def test_calls_of_16_bits_go_where_their_names_say(name, monkeypatch, plans):
     """On sm_90: to kernels of warpgroups, but for those of the backward pass that have none."""
+    sanitize.plan_for(name)
     monkeypatch.setattr(gpu, "to_kind", lambda array, kind: Array(array.shape, array.dtype))
-    monkeypatch.setattr(tiling, "WGMMA_FEWEST", 0)
     device, case = Device("sm_90a"), sanitize.halves()[name]
     with device.current():
         moved = gpu.on_gpu(case)
         moved.backward(*moved.forward())
     forward, backward, *_ = (program.file for program in device.programs)
     ours = name.startswith("warpgroups")
-    assert forward == ("sm90" if ours or name in ("mma, d = 256", "mma, deterministic") else "mma") + "/fa2_forward.cu"
+    assert forward == ("sm90" if ours else "mma") + "/fa2_forward.cu"
     plain = ours and name not in ("warpgroups, softcap, alibi", "warpgroups, d = 192")
     assert backward == ("sm90" if plain else "mma") + "/fa2_backward.cu"
 
@@ -122,7 +128,7 @@ def test_each_call_is_run_once_by_one_of_the_processes(monkeypatch):
     assert sanitize.shared([], 100)[0][0][:2] == [sys.executable, sanitize.__file__]
 
 
-def test_what_a_process_says_at_its_end(monkeypatch, tmp_path, capsys):
+def test_what_a_process_says_at_its_end(monkeypatch, tmp_path, capsys, plans):
     """Calls that other processes have are left alone, a failure does not stop the others, nor is one begun late."""
     broken = []
 
