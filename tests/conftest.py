@@ -8,6 +8,7 @@ every run; "thorough", at least 500 problems.
 import os
 import time
 from itertools import product
+from pathlib import Path
 
 import gpu_record
 import numpy as np
@@ -27,6 +28,20 @@ settings.register_profile("default", max_examples=EXAMPLES, **_COMMON)
 settings.register_profile("ci", max_examples=EXAMPLES, derandomize=True, **_COMMON)
 settings.register_profile("thorough", max_examples=max(500, EXAMPLES), **_COMMON)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE") or ("ci" if os.environ.get("CI") else "default"))
+
+
+def pytest_configure(config):
+    """Of several processes of ``pytest -m gpu -n N`` each has another GPU first, and the others behind it."""
+    worker, gpus = os.environ.get("PYTEST_XDIST_WORKER", ""), len(list(Path("/dev").glob("nvidia[0-9]*")))
+    if config.option.markexpr == "gpu" and worker and gpus > 1 and "CUDA_VISIBLE_DEVICES" not in os.environ:
+        first = int(worker.removeprefix("gw"))
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(str((first + n) % gpus) for n in range(gpus))
+
+
+def pytest_collection_modifyitems(config, items):
+    """GPU tests of numba_cuda come first: they compile for minutes, and with ``--maxschedchunk 1`` none begins late."""
+    if config.option.markexpr == "gpu":
+        items.sort(key=lambda item: "test_gpu_numba" not in item.nodeid)
 
 
 def pytest_terminal_summary(terminalreporter, exitstatus, config):
