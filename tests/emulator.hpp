@@ -5,6 +5,7 @@
 // the first thread (or the last) always goes as far as it can.
 
 #include <cmath>
+#include <csetjmp>
 #include <cstdarg>
 #include <cstdint>
 #include <cstdio>
@@ -68,14 +69,16 @@ __attribute__((aligned(1024))) unsigned char on_chip[MOST_SHARED + WATCHED];
 struct Copy { void* to; const void* from; int bytes; bool exists; };
 enum State { READY, AT_BARRIER, IN_WARP, ENDED, WAITING, POLLING };  // the last two: emulator_hopper.hpp
 struct Fiber {
-    ucontext_t context;
+    ucontext_t context;  // to begin in; from then on it goes on where it left off, which takes no call of the system
+    jmp_buf left;
+    bool begun_to_run;
     State state;
     std::vector<Copy> begun;
     std::vector<std::vector<Copy>> groups;
     void* operand[3];  // of a warp's operation
 };
 static Fiber fibers[MOST_THREADS];
-static ucontext_t scheduler;
+static jmp_buf scheduler;
 static unsigned threads, current, at_barrier, in_warp[MOST_THREADS / LANES], voices;
 static bool diverged;
 static void (*body)(void*);
@@ -112,8 +115,7 @@ static void complain(const char* format, ...)
 // The block ends here.
 [[noreturn]] static void stop()
 {
-    for (;;)
-        swapcontext(&fibers[current].context, &scheduler);
+    _longjmp(scheduler, 1);
 }
 }
 
@@ -121,7 +123,8 @@ static void wait(State why)
 {
     const unsigned me = current;
     fibers[me].state = why;
-    swapcontext(&fibers[me].context, &scheduler);
+    if (!_setjmp(fibers[me].left))
+        _longjmp(scheduler, 1);
     current = me;
     threadIdx.x = me;
 }
@@ -400,7 +403,18 @@ static void thread_main()
     for (const auto& group : fibers[current].groups)
         perform(group);
     fibers[current].state = ENDED;
-    swapcontext(&fibers[current].context, &scheduler);
+    _longjmp(scheduler, 1);
+}
+
+// Run a fiber until it waits or ends.
+__attribute__((noinline)) static void go_on(Fiber& fiber)
+{
+    if (_setjmp(scheduler))
+        return;
+    if (fiber.begun_to_run)
+        _longjmp(fiber.left, 1);
+    fiber.begun_to_run = true;
+    setcontext(&fiber.context);
 }
 
 // Mapped for one launch: every kernel is a library of its own, and a process that kept the stacks of them all
@@ -427,7 +441,7 @@ static int run_blocks(unsigned blocks, unsigned count, size_t shared, bool backw
         at_barrier = 0;
         memset(in_warp, 0, sizeof in_warp);
         for (unsigned n = 0; n < count; n++) {
-            fibers[n].state = READY;
+            fibers[n].state = READY, fibers[n].begun_to_run = false;
             fibers[n].begun.clear(), fibers[n].groups.clear();
             getcontext(&fibers[n].context);
             fibers[n].context.uc_stack.ss_sp = stacks.first + n * STACK, fibers[n].context.uc_stack.ss_size = STACK;
@@ -444,7 +458,7 @@ static int run_blocks(unsigned blocks, unsigned count, size_t shared, bool backw
                 any = true;
                 current = n, threadIdx = {n, 0, 0};
                 emulated::in_thread = true;
-                swapcontext(&scheduler, &fibers[n].context);
+                go_on(fibers[n]);
                 emulated::in_thread = false;
                 if (message[0])
                     return 3;

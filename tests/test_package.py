@@ -67,7 +67,7 @@ def test_import_takes_little_time():
 
 
 def test_the_clock_can_fail():
-    assert best_seconds("import rawflash; sum(range(20_000_000))", tries=2) >= LIMIT
+    assert best_seconds("import rawflash; sum(range(60_000_000))", tries=2) >= LIMIT
 
 
 def test_import_loads_nothing_heavy():
