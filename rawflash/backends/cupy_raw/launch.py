@@ -405,9 +405,10 @@ class Launcher:
         has), none is fine."""
         function = self.functions.get(kernel)
         if function is None:
-            function = self.functions[kernel] = self.module.get_function(kernel)
+            function = self.module.get_function(kernel)
             if smem_bytes:
                 compile.allow_shared(function, smem_bytes)
+            self.functions[kernel] = function  # now other threads may launch it
         if blocks > LARGEST_GRID:
             raise BackendError(f"{blocks} blocks of threads; one launch has at most {LARGEST_GRID}: split the batch")
         if blocks:
