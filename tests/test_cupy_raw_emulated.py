@@ -849,6 +849,26 @@ def test_drawn_problems_in_parts_of_numbers(device_of_module, case):
         check(case, reference, small_on_device=case.how["seed"] % 2 == 1)
 
 
+def test_a_row_of_nan_stays_one_row_of_dq_in_parts_of_numbers(ran):
+    """Few columns: warps that have none of dQ's add nothing to what is behind its sums."""
+    for d in (8, 16, 24):
+        case = make(B=1, Hq=1, Tq=70, Tk=90, d=d)
+        case.q[0, 0, 5] = np.nan
+        moved = on_device(case)
+        dq = np.asarray(moved.backward(*moved.forward())[0])
+        assert np.flatnonzero(np.isnan(dq[0, 0]).any(axis=-1)).tolist() == [5]
+    assert ran.count("split_inputs") == 6
+
+
+def test_padding_of_dq_is_zero_whatever_keys_hold_in_parts_of_numbers(ran):
+    case = make(B=1, Hq=1, Tq=70, Tk=90, d=32, q_lengths=[60])
+    case.k[0, 0, 5] = np.nan
+    moved = on_device(case)
+    dq = np.asarray(moved.backward(*moved.forward())[0])
+    assert np.isnan(dq[0, 0, :60]).all() and (dq[0, 0, 60:] == 0).all()
+    assert ran.count("split_inputs") == 2
+
+
 def test_packed_sequences_in_parts_of_numbers(ran):
     """Sequences that begin anywhere, one without rows, one without keys; rows that none of them owns are NaN."""
     case = make(lead=(), Hq=2, Hkv=1, Tq=190, Tk=170, d=24, causal=True)

@@ -113,7 +113,7 @@ __device__ __forceinline__ void add_queries(float* patch, unsigned base, unsigne
     float* const to = patch + 2 * pair * PIECE_NUMBERS + thread % WARP_SIZE * 4;
 #pragma unroll
     for (int n = 0; n < NQ; n++) {
-        if (PAIRS_D % PAIRS_Q != 0 && 2 * pair + n >= ND)
+        if (PAIRS_Q * (WARPS / WARPS_Q) != PAIRS_D && 2 * pair + n >= ND)  // there are no such columns, nor is there room
             continue;
 #if __CUDA_ARCH__ >= 900
         atomicAdd(reinterpret_cast<float4*>(to + n * PIECE_NUMBERS), make_float4(dQ[n][0], dQ[n][1], dQ[n][2], dQ[n][3]));
@@ -380,8 +380,10 @@ extern "C" __global__ void __launch_bounds__(THREADS) fa2_backward_finish(const 
 #pragma unroll
         for (int r = 0; r < 2; r++) {
             const long long i = i0 + lane_g() + 8 * r;
+            const bool empty = i >= s.q_length;  // its sums may be NaN: 0 times what such a key holds
+            const float x = empty ? 0.0f : numbers[2 * r] * scale, y = empty ? 0.0f : numbers[2 * r + 1] * scale;
             if (i < rows_end)
-                store_pair<D>(row_of(call.dq, s.slot, h, s.q_start + i), 8 * piece + 2 * lane_t(), numbers[2 * r] * scale, numbers[2 * r + 1] * scale);
+                store_pair<D>(row_of(call.dq, s.slot, h, s.q_start + i), 8 * piece + 2 * lane_t(), x, y);
         }
     }
 }
