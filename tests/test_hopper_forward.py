@@ -257,6 +257,46 @@ def test_scores_near_the_largest_float32(one):
     np.testing.assert_allclose(out[0, 0].astype(np.float64), np.tile(want, (40, 1)), atol=2e-2)
 
 
+@pytest.mark.parametrize("first", [True, False])
+def test_highest_scores_anywhere(first, one):
+    """Of which the product with log2(e) overflows: below 0 as well as above it."""
+    case = make(B=1, Hq=1, Tq=40, Tk=300, d=64, dtype="bfloat16", scale=1.0)
+    case.q[...], case.k[...] = 0, 0
+    case.q[..., 0] = 1
+    case.k[..., 0] = (3.3e38 * np.linspace(0.2, 0.8, 300)).astype(case.k.dtype)
+    case.k[:, :, slice(0, 150) if first else slice(150, 300), 0] *= -1
+    _, lse = one.results(case)
+    np.testing.assert_allclose(lse, case.k[0, 0, :, 0].astype(np.float64).max(), rtol=1e-6)
+
+
+@pytest.mark.parametrize("dtype, number", [
+    ("bfloat16", 13824.0), ("float16", 4884.0), ("float16", 6832.0), ("float16", 6884.0), ("float16", 13824.0),
+])  # fmt: skip
+def test_the_rounding_of_a_large_maximum(dtype, number, one):
+    """m times the scale, rounded, is off by more powers of two than P has: the piece is done again."""
+    case = make(B=1, Hq=1, Tq=40, Tk=100, d=64, dtype=dtype)
+    case.q[...], case.k[...] = number, number
+    out, lse = one.results(case)
+    want = np.tile(case.v[0, 0].astype(np.float64).mean(0), (40, 1))
+    np.testing.assert_allclose(out[0, 0].astype(np.float64), want, atol=4e-3)
+    np.testing.assert_allclose(lse, float(case.q[0, 0, 0, 0]) ** 2 * 8 + np.log(100), rtol=1e-6)
+
+
+def test_first_blocks_of_minus_infinity(one):
+    """A row whose first scores are all -inf has no maximum yet, but sees other keys in later blocks."""
+    case = make(B=1, Hq=1, Tq=256, Tk=256, d=128, dtype="bfloat16", window=(100, 0))
+    case.q[..., 0] = 1
+    case.k[..., 128:, 0] = -np.inf
+    out, lse = one.results(case)
+    plain = make(B=1, Hq=1, Tq=256, Tk=256, d=128, dtype="bfloat16", window=(100, 0))
+    plain.q[...], plain.k[...], plain.v[...] = case.q, case.k, case.v
+    plain.k[..., 128:, 0] = 0
+    s = plain.q[0, 0, 128:228].astype(np.float64) @ plain.k[0, 0, :128].astype(np.float64).T / np.sqrt(128)
+    rows, keys = np.arange(128, 228)[:, None], np.arange(128)[None]
+    s[keys < rows - 100] = -np.inf  # of the first 128 keys; the others are hidden by -inf
+    np.testing.assert_allclose(lse[0, 0, 128:228], np.log(np.exp(s).sum(1)), atol=2e-3)
+
+
 # ---- kernels that are broken on purpose ---------------------------------------------------------------
 
 

@@ -81,9 +81,8 @@ def _warpgroups(problem: Problem, tiles: Tiles, x: Operands, out: Target, lse: T
     values = {"o.data": out.address, "lse.data": lse.address}
     if dict(tiles.constants)["DYNAMIC"]:
         values["counters"] = kernels.counters(2)
-    if problem.dtype == "bfloat16":  # what is to be done again
-        list_of_pieces = kernels.workspace(blocks * problem.Hq * problem.B * groups * WARPS_OF_GROUP)
-        values["again"] = list_of_pieces.data.ptr
+    again = kernels.workspace(blocks * problem.Hq * problem.B * groups * WARPS_OF_GROUP)  # pieces to be done again
+    values["again"] = again.data.ptr
     call = kernels.call(problem, x, values)
     if problem.varlen:
         kernels.run_over("clear_results", x.q.shape[1] * x.q.shape[2], call)

@@ -35,8 +35,8 @@ constexpr int AT_K = Q_BUFFERS * Q_BYTES, AT_V = AT_K + STAGES * K_BYTES, AT_O =
 constexpr int AT_REST = AT_O + OWN_O * O_BYTES;
 static_assert(BR % ROWS == 0 && BC % 16 == 0 && K_BYTES % SLAB_ALIGNMENT == 0, "rows of products, slabs");
 static_assert(OWN_O || SLABS_V <= SLABS_D, "O in Q's place");
-constexpr bool GUARDED = TYPE == BFLOAT16;  // pieces may have to be done again
-constexpr bool STATIC = STATIC_MAXIMUM && GUARDED;
+constexpr bool STATIC = STATIC_MAXIMUM && TYPE == BFLOAT16;
+constexpr float MOST_SHIFT = 16777216.0f;  // 2^24 powers of two: up to there m, multiplied by the scale, is rounded by 1/2 at most
 // Columns of O: the fewest that there is a product for.
 constexpr int WIDTH = DV <= 16 ? 16 : DV <= 32 ? 32 : DV <= 64 ? 64 : DV <= 80 ? 80 : DV <= 96 ? 96 : DV <= 128 ? 128 : DV <= 160 ? 160 :
                       DV <= 192 ? 192 : 256;
@@ -175,7 +175,7 @@ __device__ __forceinline__ void produce(const MappedCall& argument, unsigned cha
             piece.number = NONE;
             arrive(&rest.full_Q[slot]);
             given++;
-            if (!GUARDED || again)
+            if (again)
                 break;
             await(&rest.settled, 0);
             again = true;
@@ -514,12 +514,14 @@ struct Consumer {
             float total = l[r];
             total += __shfl_xor_sync(WARP, total, 1);
             total += __shfl_xor_sync(WARP, total, 2);
-            if constexpr (GUARDED && !AGAIN) {
+            if constexpr (!AGAIN) {
                 float finite = 0;
 #pragma unroll
                 for (int x = 2 * r; x < WIDTH / 2; x += x % 2 ? 3 : 1)
                     finite = fmaf(O[x], 0.0f, finite);
-                again = again || (i < rows && !(total < MOST_SUM && finite == 0.0f));
+                // A row without a maximum has seen no key, or none with a finite score
+                const bool good = m[r] == -INFINITE ? total == 0.0f : fabsf(m[r] * unit[0]) < MOST_SHIFT;
+                again = again || (i < rows && !(total < MOST_SUM && finite == 0.0f && good));
             }
             lse[r] = -INFINITE, factor[r] = 0;
             if (i < rows) {
@@ -532,7 +534,7 @@ struct Consumer {
             for (int x = 2 * r; x < WIDTH / 2; x += x % 2 ? 3 : 1)
                 O[x] = empty ? 0.0f : O[x] * factor[r];
         }
-        if (GUARDED && !AGAIN && !__all_sync(WARP, !again)) {
+        if (!AGAIN && !__all_sync(WARP, !again)) {
             if (lane == 0 && atomicExch(&rest.last_again, number) != number) {
                 const unsigned entry = number * WARPS + group * 4 + warp;
                 call.again[entry] = atomicExch(&rest.first_again, entry);
@@ -629,24 +631,21 @@ extern "C" __global__ void __launch_bounds__(ALL_THREADS, 1) fa2_forward(const _
         consumer.attend<false>(piece, slot);
         consumer.finish<false>(piece, slot);
     }
-    if constexpr (GUARDED) {
-        // What was stored is there before it is stored again
+    // What was stored is there before it is stored again
+    __syncwarp();
+    if (consumer.lane == 0) {
+        await_stores<0>();
+        arrive(&rest.settled);
+        arrive(&rest.empty_Q[given % Q_BUFFERS]);
+    }
+    for (given++;; given++) {
         const unsigned slot = given % Q_BUFFERS;
-        __syncwarp();
-        if (consumer.lane == 0) {
-            await_stores<0>();
-            arrive(&rest.settled);
-            arrive(&rest.empty_Q[slot]);
-        }
-        for (given++;; given++) {
-            const unsigned slot = given % Q_BUFFERS;
-            await(&rest.full_Q[slot], given / Q_BUFFERS & 1);
-            const Piece& piece = rest.piece[slot];
-            if (piece.number == NONE)
-                break;
-            consumer.attend<true>(piece, slot);
-            consumer.finish<true>(piece, slot);
-        }
+        await(&rest.full_Q[slot], given / Q_BUFFERS & 1);
+        const Piece& piece = rest.piece[slot];
+        if (piece.number == NONE)
+            break;
+        consumer.attend<true>(piece, slot);
+        consumer.finish<true>(piece, slot);
     }
     if (consumer.lane == 0)
         await_stores_read<0>();  // shared memory is given back
