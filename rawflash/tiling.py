@@ -90,7 +90,7 @@ WGMMA_SECTION = 32 << 20  # bytes of K and V that stay in L2
 WGMMA_BACKWARD = {64: 128, 128: 64}  # Br, by the wider of d and dv
 WGMMA_BACKWARD_KEYS = 128  # Bc
 WGMMA_BACKWARD_MOST = 128  # head dimension
-WGMMA_BACKWARD_STAGES, WGMMA_BACKWARD_S = 3, 2  # blocks of Q and dO on chip at once, and of dS
+WGMMA_BACKWARD_STAGES, WGMMA_BACKWARD_S = {64: 3, 128: 2}, 2  # blocks of Q and dO on chip at once, by Br, and of dS
 SPLIT_INPUTS = "split inputs"  # family of cupy_raw's float32 kernels of fa2 that read parts which were split before
 SPLIT_PARTS = 3  # bfloat16 numbers of a float32 one
 SPLIT_LEAST = 512  # rows, and keys that a row sees: with fewer, splitting the inputs costs more than it gains
@@ -411,16 +411,18 @@ def wgmma_takes_backward(problem: Problem, chip: Chip, direction: str) -> bool:
 def _wgmma_backward(problem: Problem, chip: Chip) -> Tiles:
     """The blocks of cuda/sm90/fa2_backward.cu; they fit."""
     d, dv = _padded(problem.d, WGMMA_SLAB), _padded(problem.dv, WGMMA_SLAB)
-    br, bc, stages = WGMMA_BACKWARD[max(d, dv)], WGMMA_BACKWARD_KEYS, WGMMA_BACKWARD_STAGES
+    br, bc = WGMMA_BACKWARD[max(d, dv)], WGMMA_BACKWARD_KEYS
+    stages = WGMMA_BACKWARD_STAGES[br]
     resident = (
         Tile("K", bc, d, 2),
         Tile("V", bc, dv, 2),
         Tile("Q", stages * br, d, 2),
         Tile("dO", stages * br, dv, 2),
         Tile("dS", WGMMA_BACKWARD_S * bc, br, 2),
+        Tile("dQ", 2 * br if d < dv else br, d, 4),  # d < dv: of each half of the keys
         Tile("lse", stages * br, 1, 4),
         Tile("delta", stages * br, 1, 4),
-        Tile("barriers", 2 + 3 * stages, 1, 8),
+        Tile("barriers", 4 + 3 * stages, 1, 8),
         Tile("S, P", bc, br, 4, REGISTERS),
         Tile("dP", bc, WGMMA_SLAB, 4, REGISTERS),
         Tile("dQ", br, d, 4, REGISTERS),

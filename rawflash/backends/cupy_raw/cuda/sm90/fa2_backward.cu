@@ -28,7 +28,8 @@ constexpr bool V_IN_REGISTERS = BR == 128;
 constexpr int WARP_LANES = 32, WARPS = WARPGROUP / WARP_LANES;  // of a warpgroup
 constexpr int COMPUTING = 2, KEYS = BC / COMPUTING;             // warpgroups, and the keys of each
 constexpr int KEYS_THREADS = (1 + COMPUTING) * WARPGROUP;
-constexpr int STAGES = 3, S_STAGES = 2;  // of Q and dO on chip; of dS
+constexpr int STAGES = BR == 64 ? 3 : 2, S_STAGES = 2;  // of Q and dO on chip; of dS
+constexpr int COPYING = 64;                               // threads that copy; one of the next warp adds to dQ's sums
 constexpr int TO_D = ceil_div(D, SLAB) * SLAB, TO_V = ceil_div(DV, SLAB) * SLAB;
 constexpr int PART = 64, PARTS = BR / PART;  // rows that dP has at a time
 constexpr int SUM = 16;  // products that a matrix product of a warpgroup sums
@@ -44,9 +45,10 @@ constexpr int LANE_NUMBERS = 4;                 // neighbouring numbers of a lan
 
 // Where things are on chip, in bytes.
 constexpr int AT_K = 0, AT_V = AT_K + BC * TO_D * 2, AT_Q = AT_V + BC * TO_V * 2, AT_DO = AT_Q + STAGES * BR * TO_D * 2;
-constexpr int AT_DS = AT_DO + STAGES * BR * TO_V * 2, AT_LSE = AT_DS + S_STAGES * BC * BR * 2;
+constexpr int AT_DS = AT_DO + STAGES * BR * TO_V * 2, AT_DQ = AT_DS + S_STAGES * BC * BR * 2, AT_LSE = AT_DQ + COMPUTING * PATCH * 4;
 constexpr int AT_DELTA = AT_LSE + STAGES * BR * 4, AT_BARRIERS = AT_DELTA + STAGES * BR * 4;
-constexpr int K_THERE = 0, V_THERE = 1, Q_THERE = 2, O_THERE = Q_THERE + STAGES, READ = O_THERE + STAGES, BARRIERS = READ + STAGES;
+constexpr int K_THERE = 0, V_THERE = 1, DQ_THERE = 2, DQ_READ = 3, Q_THERE = 4, O_THERE = Q_THERE + STAGES, READ = O_THERE + STAGES;
+constexpr int BARRIERS = READ + STAGES;
 static_assert(AT_BARRIERS + BARRIERS * 8 == TILE_BYTES, "tiling.py and this file disagree on what is on chip");
 
 constexpr int MAP_Q = 0, MAP_K = 1, MAP_V = 2, MAP_DO = 3;
@@ -122,8 +124,8 @@ __device__ __forceinline__ void copy_slabs(unsigned char* to, const TensorMap& m
 __device__ __forceinline__ void copy_all(const MappedCall& argument, const Work& work, unsigned char* on_chip, Barrier* barriers)
 {
     const Call& call = argument.call;
-    const int y = threadIdx.x;
-    if (y == 0) {
+    const int thread = threadIdx.x;
+    if (thread == 0) {
         arrive_expecting(barriers + K_THERE, BC * TO_D * 2);
         copy_slabs<BC, TO_D>(on_chip + AT_K, argument.map[MAP_K], barriers + K_THERE, work.k_start + work.j0, work.h, work.slot);
     }
@@ -133,7 +135,7 @@ __device__ __forceinline__ void copy_all(const MappedCall& argument, const Work&
         // Q_i, dO_i, and V before the first
         Barrier *const q_there = barriers + Q_THERE + to.stage, *const o_there = barriers + O_THERE + to.stage;
         await(barriers + READ + to.stage, to.parity ^ 1);
-        if (y == 0) {
+        if (thread == 0) {
             arrive_expecting(q_there, BR * TO_D * 2);
             copy_slabs<BR, TO_D>(on_chip + AT_Q + to.stage * BR * TO_D * 2, argument.map[MAP_Q], q_there, work.q_start + i0, h, work.slot);
             if (steps == work.steps) {
@@ -144,19 +146,49 @@ __device__ __forceinline__ void copy_all(const MappedCall& argument, const Work&
             copy_slabs<BR, TO_V>(on_chip + AT_DO + to.stage * BR * TO_V * 2, argument.map[MAP_DO], o_there, work.q_start + i0, h, work.slot);
         }
 
-        // lse in units of exp2, and delta, of a row for each thread. A row that sees nothing has P = 0, and one that does not exist.
-        float lse = -INFINITE, delta = 0.0f;
-        if (i0 + y < work.q_length) {
-            lse = *row_of(call.lse, work.slot, h, work.q_start + i0 + y);
-            delta = *row_of(call.delta, work.slot, h, work.q_start + i0 + y);
+        // lse in units of exp2, and delta. A row that sees nothing has P = 0, and one that does not exist.
+        float lse[BR / COPYING], delta[BR / COPYING];
+#pragma unroll
+        for (int n = 0; n < BR / COPYING; n++) {
+            const int i = i0 + n * COPYING + thread;
+            lse[n] = -INFINITE, delta[n] = 0.0f;
+            if (i < work.q_length) {
+                lse[n] = *row_of(call.lse, work.slot, h, work.q_start + i);
+                delta[n] = *row_of(call.delta, work.slot, h, work.q_start + i);
+            }
         }
-        ((float*)(on_chip + AT_LSE))[to.stage * BR + y] = lse == -INFINITE ? INFINITE : lse * LOG2E;
-        ((float*)(on_chip + AT_DELTA))[to.stage * BR + y] = delta;
+#pragma unroll
+        for (int n = 0; n < BR / COPYING; n++) {
+            const int y = n * COPYING + thread;
+            ((float*)(on_chip + AT_LSE))[to.stage * BR + y] = lse[n] == -INFINITE ? INFINITE : lse[n] * LOG2E;
+            ((float*)(on_chip + AT_DELTA))[to.stage * BR + y] = delta[n];
+        }
         arrive(o_there);
 
         to.next();
         if ((i0 += BR) >= work.i_high)
             i0 = work.i_low, h++;
+    }
+}
+
+// ---- the thread that adds -----------------------------------------------------------------------------------------------------
+
+// Step by step the dQ_i of both warpgroups to the sums in device memory.
+__device__ __forceinline__ void add_all(const Call& call, const Work& work, const unsigned char* on_chip, Barrier* barriers)
+{
+    constexpr int BYTES = (BY_KEYS ? 1 : COMPUTING) * PATCH * 4;
+    const int group = (int)call.Hq / (int)call.Hkv, blocks = work.steps / group;  // of rows
+    int n = 0;
+    for (int h = work.h * group; h < (work.h + 1) * group; h++) {
+        float* sums = sums_of_head(call, work.b, h, work.q_start) + (long long)(work.i_low / BR) * (BR * TO_D);
+        for (int i = 0; i < blocks; i++, n ^= 1, sums += BR * TO_D) {
+            await(barriers + DQ_THERE, n);
+            for (int from = 0; from < COMPUTING * PATCH * 4; from += BYTES)
+                add_bulk(sums, on_chip + AT_DQ + from, BYTES);
+            commit_stores();
+            await_stores_read<0>();
+            arrive(barriers + DQ_READ);
+        }
     }
 }
 
@@ -264,8 +296,7 @@ __device__ __forceinline__ void compute_all(const Call& call, const Work& work, 
         }
         // Copies read what follows the rows of a sequence if there is something
         const bool rows_follow = work.q_start + q_length < call.rows_q, keys_follow = work.k_start + work.kv_length < call.rows_k;
-        float* sums = sums_of_head(call, work.b, work.h * (call.Hq / call.Hkv), work.q_start) + (long long)(work.i_low / BR) * (BR * TO_D) +
-                      (BY_KEYS ? 0 : mine * PATCH) + (warp * (DQ_COLUMNS / 8) * WARP_LANES + lane) * LANE_NUMBERS;
+        float4* const passed = (float4*)(on_chip + AT_DQ) + mine * (PATCH / LANE_NUMBERS) + warp * (DQ_COLUMNS / 8) * WARP_LANES + lane;
 
         const unsigned long long K = factor(on_chip + AT_K + first_key * SLAB_ROW), V = factor(on_chip + AT_V + first_key * SLAB_ROW);
         const unsigned long long K_across =
@@ -418,20 +449,21 @@ __device__ __forceinline__ void compute_all(const Call& call, const Work& work, 
 #endif
             commit_products();
             await_products<1>();  // dV, dQ
+            await(barriers + DQ_READ, (work.steps - steps & 1) ^ 1);  // that of the step before is on its way
 #pragma unroll
             for (int n = 0; n < DQ_COLUMNS / 8; n++)
-                atomicAdd(reinterpret_cast<float4*>(sums + n * WARP_LANES * LANE_NUMBERS),
-                          make_float4(dQ[4 * n], dQ[4 * n + 1], dQ[4 * n + 2], dQ[4 * n + 3]));
+                passed[n * WARP_LANES] = make_float4(dQ[4 * n], dQ[4 * n + 1], dQ[4 * n + 2], dQ[4 * n + 3]);
+            fence_shared();
+            __syncwarp();
+            if (lane == 0)
+                arrive(barriers + DQ_THERE);
 #if !DS_FROM_SHARED
             await_products<0>();
 #endif
             last = at.stage;
             at.next();
-            i0 += BR, sums += BR * TO_D;
-            if (i0 >= work.i_high) {
+            if ((i0 += BR) >= work.i_high)
                 i0 = work.i_low;
-                sums += (blocks_of_head(call) - (work.i_high - work.i_low + BR - 1) / BR) * (BR * TO_D);
-            }
         }
         await_products<0>();  // dK
         all_meet();  // no thread reads K and V any more
@@ -474,9 +506,11 @@ extern "C" __global__ void __launch_bounds__(KEYS_THREADS, 1) fa2_backward_keys(
             prefetch_map(argument.map[n]);
         init_barrier(barriers + K_THERE, 1);
         init_barrier(barriers + V_THERE, 1);
+        init_barrier(barriers + DQ_THERE, COMPUTING * WARPS);
+        init_barrier(barriers + DQ_READ, 1);
         for (int n = 0; n < STAGES; n++) {
             init_barrier(barriers + Q_THERE + n, 1);
-            init_barrier(barriers + O_THERE + n, 1 + BR);  // who begins the copy of dO, and those that wrote lse and delta
+            init_barrier(barriers + O_THERE + n, 1 + COPYING);  // who begins the copy of dO, and those that wrote lse and delta
             init_barrier(barriers + READ + n, COMPUTING * WARPS);
         }
         fence_barriers();
@@ -484,8 +518,10 @@ extern "C" __global__ void __launch_bounds__(KEYS_THREADS, 1) fa2_backward_keys(
     __syncthreads();  // barriers are there
     if (threadIdx.x < WARPGROUP) {
         give_registers<COPYING_REGISTERS>();
-        if (threadIdx.x < BR && work.steps > 0)
+        if (threadIdx.x < COPYING && work.steps > 0)
             copy_all(argument, work, on_chip, barriers);
+        else if (threadIdx.x == COPYING && work.steps > 0)
+            add_all(call, work, on_chip, barriers);
     } else {
         take_registers<COMPUTING_REGISTERS>();
         compute_all(call, work, on_chip, barriers);
