@@ -403,7 +403,7 @@ def wgmma_takes_backward(problem: Problem, chip: Chip, direction: str) -> bool:
         and 0 < min(problem.Tq, problem.Tk) <= max(problem.Tq, problem.Tk) < MMA_LONGEST
         and MMA_SCALES[0] < problem.scale < MMA_SCALES[1]
         and all(option is None for option in options)
-        and not (problem.page or problem.alibi or problem.dropout or problem.deterministic)
+        and not (problem.page or problem.alibi or problem.dropout)
         and _fills(chip, problem.B * problem.Hkv * -(-problem.Tk // WGMMA_BACKWARD_KEYS))
     )
 

@@ -897,6 +897,19 @@ template <int PENDING> inline void await_stores()
     }
 }
 
+// Blocks of threads run one after the other: for whom one waits has run, or never will
+inline void await_turn(const unsigned* turns, unsigned count)
+{
+    if (*turns != count)
+        STOP("waits for turn %u, and this is turn %u", count, *turns);
+}
+inline void pass_turn(unsigned* turns)
+{
+    if (!emulated::me().stores.empty() || !emulated::me().store_groups.empty())
+        STOP("passes a turn on before await_stores<0>()");
+    ++*turns;
+}
+
 inline void fence_shared()
 {
     emulated::me().has_fenced = emulated::fence_somewhere = true;

@@ -133,6 +133,19 @@ def test_orders_of_threads(name, dtype, device, taken):
     assert taken
 
 
+@pytest.mark.parametrize("name", [
+    "one tile, d = 64", "many steps", "d < dv", "causal", "causal, d = 128", "causal, heads in turn", "offsets", "window", "window, d = 128",
+    "window of one key", "groups", "lengths", "lengths, causal", "nothing visible", "packed", "packed, window, sinks", "packed, offsets",
+])
+def test_deterministic(name, monkeypatch, taken):
+    """Blocks of threads add to dQ in turn, those with the first keys first: a wrong turn would be waited for for ever."""
+    emulator.install(monkeypatch, backwards=False)
+    options = (CALLS | PACKED)[name] | {"deterministic": True}
+    case = prepared(options, DTYPES[len(name) % 2])
+    check(case, case.reference())
+    assert taken == ["fa2_backward_keys"]
+
+
 @pytest.mark.parametrize("view", ["transposed", "sliced", "broadcast", "fortran"])
 def test_strides(view, device_by_name, taken):
     """Those that maps can describe go by maps; the others go another way, or are copied."""
@@ -205,7 +218,7 @@ def test_sections_of_heads(monkeypatch, device_by_name, taken):
 
 
 @pytest.mark.parametrize("options", [
-    dict(deterministic=True), dict(softcap=9.0), dict(dropout=0.1), dict(alibi_slopes=[0.1, 0.2]), dict(sram=1 << 17),
+    dict(softcap=9.0), dict(dropout=0.1), dict(alibi_slopes=[0.1, 0.2]), dict(sram=1 << 17),
     dict(mask=rf.masks.PrefixLM(5)), dict(bias=np.zeros((20, 20), np.float32)), dict(scale=-0.5), dict(algorithm="fa1"),
     dict(d=20), dict(d=136),
 ], ids=lambda options: next(iter(options)))  # fmt: skip
@@ -227,14 +240,17 @@ BROKEN = {
     "rows that follow are cleared too late": ("packed", "fence_shared();\n                all_meet();", "all_meet();"),
     "dS is not fenced": ("one tile", "fence_shared();\n            all_meet();  // dS", "all_meet();  // dS"),
     "dS is not waited for": ("one more, d = 64", "all_meet();  // dS is there", "// dS is there"),
-    "Q is given back early": ("many steps", "barriers + READ + last", "barriers + READ + at.stage"),
+    "Q is given back early": ("many steps", "await_products<0>();  // dK, whose factor dS is in registers\n", ""),
     "dP is read early": ("one tile", "await_products<0>();  // dP\n", "\n"),
-    "dK is read early": ("one tile", "await_products<0>();  // dK", ""),
     "dQ is read early": ("one tile", "await_products<1>();  // dV, dQ", "await_products<2>();"),
-    "delta is left out": ("one tile", "BR + y] = delta;", "BR + y] = 0.0f;"),
-    "lse is in other units": ("one tile", "lse * LOG2E;", "lse;"),
-    "heads of a group share a block of sums": ("groups", "sums += (blocks_of_head(call) -", "sums += (0 -"),
-    "sequences share a block of sums": ("packed", "q_start / BR + b)", "q_start / BR)"),
+    "delta is left out": ("one tile", "BR + y] = delta[n];", "BR + y] = 0.0f;"),
+    "lse is in other units": ("one tile", "lse[n] * LOG2E;", "lse[n];"),
+    "heads of a group share a block of sums": ("groups", "block = first_block(call, work.b, h,", "block = first_block(call, work.b, 0,"),
+    "dQ is not fenced": ("one tile", "fence_shared();\n            __syncwarp();", "__syncwarp();"),
+    "dQ is added before it is there": ("one tile", "await(barriers + DQ_THERE, parity);", ""),
+    "dQ is given back before it was read": ("many steps", "await_stores_read<0>();\n        arrive(", "arrive("),
+    "rows go round otherwise where they are copied": ("lengths", "i0 = work.i_start;\n    for (int steps", "i0 = work.i_low;\n    for (int steps"),
+    "sequences share a block of sums": ("packed", "q_start / BR + b;", "q_start / BR;"),
     "sums of rows and of columns are mixed up": ("one tile, d = 64", "BY_ROWS ? patch * 64 : 0", "0"),
     "dK is not scaled": ("one tile, d = 64", "dK[8 * n + 2 * e] * scale", "dK[8 * n + 2 * e]"),
 }  # fmt: skip

@@ -65,8 +65,9 @@ def _wgmma(problem: Problem, tiles: Tiles, x: Operands, grads: dict[str, Target]
     key_blocks, query_blocks = blocks_of(problem.Tk, tiles.bc), blocks_of(problem.Tq, tiles.br)
     # Packed sequences begin new blocks; how many all of them have may be known on the device only
     blocks = heads * (rows // tiles.br + problem.B if problem.varlen else query_blocks)
-    dQ = kernels.workspace(blocks * tiles.br * columns, zero=True)
-    call = _call(kernels, problem, x, grads, delta, dQ, key_blocks)
+    numbers = blocks * tiles.br * columns
+    dQ = kernels.workspace(numbers + blocks * problem.deterministic, zero=True)  # behind them: whose turn it is at each block
+    call = _call(kernels, problem, x, grads, delta, dQ, key_blocks, counters=dQ.data.ptr + 4 * numbers)
     if problem.varlen:
         kernels.run_over("clear_gradients", max(heads * rows, x.k.shape[1] * x.k.shape[2]), call)
     kernels.run("fa2_backward_keys", key_blocks * problem.Hkv * problem.B, call, tiles.smem_bytes, WGMMA_THREADS)
@@ -82,11 +83,12 @@ def _section(problem: Problem) -> int:
     return max(min(SECTION_BYTES // nbytes, problem.B * problem.Hkv), 1)
 
 
-def _call(kernels: Launcher, problem: Problem, x: Operands, grads: dict[str, Target], delta: Any, dQ: Any, blocks: int
-          ) -> Any:  # fmt: skip
+def _call(kernels: Launcher, problem: Problem, x: Operands, grads: dict[str, Target], delta: Any, dQ: Any, blocks: int,
+          counters: int = 0) -> Any:  # fmt: skip
     return kernels.call(problem, x, {
         "dq.data": grads["q"].address, "dk.data": grads["k"].address, "dv.data": grads["v"].address,
         "delta.data": delta.data.ptr, "sums": 0 if dQ is None else dQ.data.ptr, "blocks": blocks,
+        "counters": counters,
     })  # fmt: skip
 
 

@@ -20,10 +20,7 @@
 #include "padding.cuh"
 #include "hopper.cuh"
 
-// Of factors that may be in shared memory or in registers: dS^T in registers would have to wait for dK before S of the next step begins; V is
-// where registers are left for it.
-#define DS_FROM_SHARED 1
-constexpr bool V_IN_REGISTERS = BR == 128;
+constexpr bool V_IN_REGISTERS = BR == 128;  // a factor that may be in shared memory, too: where registers are left for it
 
 constexpr int WARP_LANES = 32, WARPS = WARPGROUP / WARP_LANES;  // of a warpgroup
 constexpr int COMPUTING = 2, KEYS = BC / COMPUTING;             // warpgroups, and the keys of each
@@ -55,12 +52,13 @@ constexpr int MAP_Q = 0, MAP_K = 1, MAP_V = 2, MAP_DO = 3;
 constexpr int ALL_MEET = 1, WARPGROUP_MEETS = 2;  // named barriers: of all that compute, and one of each warpgroup
 constexpr int COPYING_REGISTERS = 24, COMPUTING_REGISTERS = 240;
 
-// Which keys of which head, and the rows that see some of them: of every query head, from i_low (the start of a block) on, before i_high.
+// Which keys of which head, and the rows that see some of them: of every query head, from i_low (the start of a block) on, before i_high. Steps
+// go round from i_start on: thread blocks that run together would otherwise add to the same sums of dQ at the same time.
 struct Work {
     int b, h, j0;               // sequence, key head, first key
     int slot, q_start, k_start;  // where row 0 and key 0 lie
     int q_length, kv_length;
-    int i_low, i_high, steps;
+    int i_low, i_high, i_start, steps;
     long long offset;
 };
 
@@ -83,9 +81,13 @@ __device__ __forceinline__ Work work_of(const Call& call)
         work.i_low = (int)clamp(work.j0 - s.offset - call.band_upper, 0, work.i_high) / BR * BR;
         work.i_high = (int)clamp(j1 - s.offset - call.band_lower, 0, work.i_high);
     }
-    work.steps = work.i_high > work.i_low ? (work.i_high - work.i_low + BR - 1) / BR * ((int)call.Hq / (int)call.Hkv) : 0;
+    const int rows = work.i_high > work.i_low ? (work.i_high - work.i_low + BR - 1) / BR : 0;  // blocks of them
+    work.i_start = work.i_low + (DETERMINISTIC ? 0 : (int)((unsigned long long)rows * (rest / count) / blocks) * BR);
+    work.steps = rows * ((int)call.Hq / (int)call.Hkv);
     return work;
 }
+
+__device__ __forceinline__ int next_rows(const Work& work, int i0) { return i0 + BR < work.i_high ? i0 + BR : work.i_low; }
 
 // The sums of dQ lie in blocks of BR rows and TO_D columns; a sequence begins a new one. How many a head has, and where those of one begin.
 __device__ __forceinline__ long long blocks_of_head(const Call& call)
@@ -93,12 +95,14 @@ __device__ __forceinline__ long long blocks_of_head(const Call& call)
     return PACKED ? call.rows_q / BR + call.B : (call.Tq + BR - 1) / BR;
 }
 
-__device__ __forceinline__ float* sums_of_head(const Call& call, long long b, long long h, long long q_start)
+__device__ __forceinline__ long long first_block(const Call& call, long long b, long long h, long long q_start)
 {
     if constexpr (PACKED)  // sequences before have at most as many
-        return call.sums + (h * blocks_of_head(call) + q_start / BR + b) * (BR * TO_D);
-    return call.sums + (b * call.Hq + h) * blocks_of_head(call) * (BR * TO_D);
+        return h * blocks_of_head(call) + q_start / BR + b;
+    return (b * call.Hq + h) * blocks_of_head(call);
 }
+
+__device__ __forceinline__ float* sums_of_block(const Call& call, long long block) { return call.sums + block * (BR * TO_D); }
 
 // Which stage is next, and the parity of the phase that its barriers are in.
 struct Ring {
@@ -130,7 +134,7 @@ __device__ __forceinline__ void copy_all(const MappedCall& argument, const Work&
         copy_slabs<BC, TO_D>(on_chip + AT_K, argument.map[MAP_K], barriers + K_THERE, work.k_start + work.j0, work.h, work.slot);
     }
     Ring to;
-    int h = work.h * ((int)call.Hq / (int)call.Hkv), i0 = work.i_low;
+    int h = work.h * ((int)call.Hq / (int)call.Hkv), i0 = work.i_start;
     for (int steps = work.steps; steps > 0; steps--) {
         // Q_i, dO_i, and V before the first
         Barrier *const q_there = barriers + Q_THERE + to.stage, *const o_there = barriers + O_THERE + to.stage;
@@ -166,29 +170,48 @@ __device__ __forceinline__ void copy_all(const MappedCall& argument, const Work&
         arrive(o_there);
 
         to.next();
-        if ((i0 += BR) >= work.i_high)
-            i0 = work.i_low, h++;
+        i0 = next_rows(work, i0);
+        if (i0 == work.i_start)
+            h++;
     }
 }
 
 // ---- the thread that adds -----------------------------------------------------------------------------------------------------
 
-// Step by step the dQ_i of both warpgroups to the sums in device memory.
+// How many blocks of keys come before this one that have a share in dQ of the rows from i0 on.
+__device__ __forceinline__ unsigned turn_at(const Call& call, const Work& work, int i0)
+{
+    const int first = BAND ? (int)clamp(i0 + work.offset + call.band_lower, 0, work.j0) / BC : 0;
+    return (unsigned)(work.j0 / BC - first);
+}
+
+// Step by step the dQ_i of both warpgroups to the sums in device memory. DETERMINISTIC: in the order of the keys. A block of threads then waits
+// for those with fewer keys before it alone, which began before it.
 __device__ __forceinline__ void add_all(const Call& call, const Work& work, const unsigned char* on_chip, Barrier* barriers)
 {
     constexpr int BYTES = (BY_KEYS ? 1 : COMPUTING) * PATCH * 4;
-    const int group = (int)call.Hq / (int)call.Hkv, blocks = work.steps / group;  // of rows
-    int n = 0;
-    for (int h = work.h * group; h < (work.h + 1) * group; h++) {
-        float* sums = sums_of_head(call, work.b, h, work.q_start) + (long long)(work.i_low / BR) * (BR * TO_D);
-        for (int i = 0; i < blocks; i++, n ^= 1, sums += BR * TO_D) {
-            await(barriers + DQ_THERE, n);
-            for (int from = 0; from < COMPUTING * PATCH * 4; from += BYTES)
-                add_bulk(sums, on_chip + AT_DQ + from, BYTES);
+    int h = work.h * ((int)call.Hq / (int)call.Hkv), i0 = work.i_start, parity = 0;
+    for (int steps = work.steps; steps > 0; steps--, parity ^= 1) {
+        const long long block = first_block(call, work.b, h, work.q_start) + i0 / BR;
+        if constexpr (DETERMINISTIC)
+            await_turn(call.counters + block, turn_at(call, work, i0));
+        await(barriers + DQ_THERE, parity);
+#pragma unroll
+        for (int from = 0; from < COMPUTING * PATCH * 4; from += BYTES) {
+            if constexpr (DETERMINISTIC)
+                await_stores<0>();  // those of the other warpgroup
+            add_bulk(sums_of_block(call, block), on_chip + AT_DQ + from, BYTES);
             commit_stores();
-            await_stores_read<0>();
-            arrive(barriers + DQ_READ);
         }
+        await_stores_read<0>();
+        arrive(barriers + DQ_READ);
+        if constexpr (DETERMINISTIC) {
+            await_stores<0>();
+            pass_turn(call.counters + block);
+        }
+        i0 = next_rows(work, i0);
+        if (i0 == work.i_start)
+            h++;
     }
 }
 
@@ -305,10 +328,9 @@ __device__ __forceinline__ void compute_all(const Call& call, const Work& work, 
         const unsigned long long dO = factor(on_chip + AT_DO), dO_across = factor(on_chip + AT_DO, BR * SLAB_ROW);
         const unsigned long long dS_across =
             factor(on_chip + AT_DS + (BY_ROWS ? mine * BC * SLAB_ROW : BY_KEYS ? first_key * SLAB_ROW : 0), BC * SLAB_ROW);
-        const unsigned long long dS_mine = factor(on_chip + AT_DS + first_key * SLAB_ROW);
 
         Ring at;
-        int i0 = work.i_low, last = -1;
+        int i0 = work.i_start;
 
         await(barriers + K_THERE, 0);
         await(barriers + V_THERE, 0);
@@ -367,23 +389,28 @@ __device__ __forceinline__ void compute_all(const Call& call, const Work& work, 
                 all_meet();
             }
             begin_dP(0);
-            await_products<1>();  // S, and dK of the step before
-            if (last >= 0 && lane == 0)
-                arrive(barriers + READ + last);
+            // Asked for before they are waited for
+            float2 lse[PART / 8], delta[PART / 8];
+            const auto ask = [&](float2 (&x)[PART / 8], int from, int r) {
+                const float2* const of = (const float2*)(on_chip + from) + at.stage * (BR / 2) + r * (PART / 2) + lane % 4;
+#pragma unroll
+                for (int n = 0; n < PART / 8; n++)
+                    x[n] = of[4 * n];
+            };
+            ask(lse, AT_LSE, 0);
+            await_products<1>();  // S
 
             const bool plain = i0 >= plain_from && i0 + BR <= plain_to;
-            unsigned P[BR / SUM][4];
-#if !DS_FROM_SHARED
-            unsigned dS[BR / SUM][4];
-#endif
+            unsigned P[BR / SUM][4], dS[BR / SUM][4];
 #pragma unroll
             for (int r = 0; r < PARTS; r++) {
                 // P = exp(S - lse), at most 1 whatever was rounded; NaN stays NaN
-                const float2* const lse = (const float2*)(on_chip + AT_LSE) + at.stage * (BR / 2) + r * (PART / 2) + lane % 4;
+                if (r > 0)
+                    ask(lse, AT_LSE, r);
                 float x[PART / 2];
 #pragma unroll
                 for (int n = 0; n < PART / 2; n++) {
-                    const float minus = n % 2 ? -lse[n / 4 * 4].y : -lse[n / 4 * 4].x;
+                    const float minus = n % 2 ? -lse[n / 4].y : -lse[n / 4].x;
                     x[n] = exp2_approximately(least_or_nan(fmaf(S[r * (PART / 2) + n], scale, minus), 0.0f));
                 }
                 // Column 8 (n / 4) + n % 2 after the lane's first is the row, counted from i0
@@ -395,6 +422,7 @@ __device__ __forceinline__ void compute_all(const Call& call, const Work& work, 
                 };
                 if (!plain)
                     hide(x);
+                ask(delta, AT_DELTA, r);
                 await_products<0>();  // dP
 
                 // dV += P^T dO
@@ -408,22 +436,15 @@ __device__ __forceinline__ void compute_all(const Call& call, const Work& work, 
                 commit_products();
 
                 // dS = P (dP - delta)
-                const float2* const delta = (const float2*)(on_chip + AT_DELTA) + at.stage * (BR / 2) + r * (PART / 2) + lane % 4;
 #pragma unroll
                 for (int n = 0; n < PART / 2; n++)
-                    x[n] *= dP[n] - (n % 2 ? delta[n / 4 * 4].y : delta[n / 4 * 4].x);
+                    x[n] *= dP[n] - (n % 2 ? delta[n / 4].y : delta[n / 4].x);
                 if (!plain)
                     hide(x);
 #pragma unroll
                 for (int n = 0; n < PART / SUM; n++) {
-#if DS_FROM_SHARED
-                    unsigned dS[1][4];
-                    to_factor(dS[0], x, n);
-                    store_factor<BC>(tile, first_key, r * (PART / SUM) + n, dS[0]);
-#else
                     to_factor(dS[r * (PART / SUM) + n], x, n);
                     store_factor<BC>(tile, first_key, r * (PART / SUM) + n, dS[r * (PART / SUM) + n]);
-#endif
                 }
                 if (r + 1 < PARTS)
                     begin_dP(r + 1);
@@ -442,30 +463,23 @@ __device__ __forceinline__ void compute_all(const Call& call, const Work& work, 
             // dK += dS^T Q
 #pragma unroll
             for (int n = 0; n < BR / SUM; n++)
-#if DS_FROM_SHARED
-                multiply_ss<TO_D, false, true>(dK, moved(dS_mine, column_step<BC>(n)) + of_s, moved(Q_across, n * ROW_STEP) + of_q, true);
-#else
                 multiply_rs<TO_D, true>(dK, dS[n], moved(Q_across, n * ROW_STEP) + of_q, true);
-#endif
             commit_products();
             await_products<1>();  // dV, dQ
             await(barriers + DQ_READ, (work.steps - steps & 1) ^ 1);  // that of the step before is on its way
 #pragma unroll
             for (int n = 0; n < DQ_COLUMNS / 8; n++)
                 passed[n * WARP_LANES] = make_float4(dQ[4 * n], dQ[4 * n + 1], dQ[4 * n + 2], dQ[4 * n + 3]);
+            await_products<0>();  // dK, whose factor dS is in registers
             fence_shared();
             __syncwarp();
-            if (lane == 0)
+            if (lane == 0) {
+                arrive(barriers + READ + at.stage);
                 arrive(barriers + DQ_THERE);
-#if !DS_FROM_SHARED
-            await_products<0>();
-#endif
-            last = at.stage;
+            }
             at.next();
-            if ((i0 += BR) >= work.i_high)
-                i0 = work.i_low;
+            i0 = next_rows(work, i0);
         }
-        await_products<0>();  // dK
         all_meet();  // no thread reads K and V any more
     }
 
@@ -540,7 +554,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) fa2_backward_finish(const 
     const int lane = threadIdx.x % WARP_LANES, warp = threadIdx.x / WARP_LANES % WARPS, patch = threadIdx.x / WARPGROUP;
     const float scale = (float)call.scale;
     if (patch < PATCHES) {
-        const float* const sums = sums_of_head(call, b, h, s.q_start) + block * (BR * TO_D) + patch * PATCH +
+        const float* const sums = sums_of_block(call, first_block(call, b, h, s.q_start) + block) + patch * PATCH +
                                   (warp * (DQ_COLUMNS / 8) * WARP_LANES + lane) * LANE_NUMBERS;
         unsigned char* const slabs = on_chip + (BY_COLUMNS ? patch * BR * SLAB_ROW : 0);
 #pragma unroll

@@ -121,6 +121,28 @@ template <int PENDING> __device__ __forceinline__ void await_stores_read()
 }
 template <int PENDING> __device__ __forceinline__ void await_stores() { asm volatile("cp.async.bulk.wait_group %0;" ::"n"(PENDING) : "memory"); }
 
+// Thread blocks that take turns at something in device memory: wait until so many have passed on, and pass on. Of the thread's own stores and
+// additions above, those that have been awaited come before.
+__device__ __forceinline__ void await_turn(const unsigned* turns, unsigned count)
+{
+    unsigned now;
+#ifdef BOUNDED
+    unsigned polls = 0;
+#endif
+    do {
+#ifdef BOUNDED
+        if (++polls == MOST_POLLS)
+            __trap();
+#endif
+        asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(now) : "l"(__cvta_generic_to_global(turns)) : "memory");
+    } while (now < count);
+}
+
+__device__ __forceinline__ void pass_turn(unsigned* turns)
+{
+    asm volatile("fence.proxy.async.global;\nred.release.gpu.global.add.u32 [%0], 1;" ::"l"(__cvta_generic_to_global(turns)) : "memory");
+}
+
 // What this thread wrote to shared memory by ordinary stores becomes visible to products and copies, after a barrier.
 __device__ __forceinline__ void fence_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
