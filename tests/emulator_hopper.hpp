@@ -897,6 +897,14 @@ template <int PENDING> inline void await_stores()
     }
 }
 
+constexpr int ARRIVALS = 1;
+inline void arrive_as_warp(Barrier* barrier)
+{
+    __syncwarp();
+    if (threadIdx.x % 32 == 0)
+        arrive(barrier);
+}
+
 // Blocks of threads run one after the other: for whom one waits has run, or never will
 inline void await_turn(const unsigned* turns, unsigned count)
 {

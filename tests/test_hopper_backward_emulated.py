@@ -246,7 +246,7 @@ BROKEN = {
     "delta is left out": ("one tile", "BR + y] = delta[n];", "BR + y] = 0.0f;"),
     "lse is in other units": ("one tile", "lse[n] * LOG2E;", "lse[n];"),
     "heads of a group share a block of sums": ("groups", "block = first_block(call, work.b, h,", "block = first_block(call, work.b, 0,"),
-    "dQ is not fenced": ("one tile", "fence_shared();\n            __syncwarp();", "__syncwarp();"),
+    "dQ is not fenced": ("one tile", "fence_shared();\n            arrive_as", "arrive_as"),
     "dQ is added before it is there": ("one tile", "await(barriers + DQ_THERE, parity);", ""),
     "dQ is given back before it was read": ("many steps", "await_stores_read<0>();\n        arrive(", "arrive("),
     "rows go round otherwise where they are copied": ("lengths", "i0 = work.i_start;\n    for (int steps", "i0 = work.i_low;\n    for (int steps"),

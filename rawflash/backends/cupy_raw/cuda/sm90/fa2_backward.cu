@@ -472,11 +472,8 @@ __device__ __forceinline__ void compute_all(const Call& call, const Work& work, 
                 passed[n * WARP_LANES] = make_float4(dQ[4 * n], dQ[4 * n + 1], dQ[4 * n + 2], dQ[4 * n + 3]);
             await_products<0>();  // dK, whose factor dS is in registers
             fence_shared();
-            __syncwarp();
-            if (lane == 0) {
-                arrive(barriers + READ + at.stage);
-                arrive(barriers + DQ_THERE);
-            }
+            arrive_as_warp(barriers + READ + at.stage);
+            arrive_as_warp(barriers + DQ_THERE);
             at.next();
             i0 = next_rows(work, i0);
         }
@@ -520,12 +517,12 @@ extern "C" __global__ void __launch_bounds__(KEYS_THREADS, 1) fa2_backward_keys(
             prefetch_map(argument.map[n]);
         init_barrier(barriers + K_THERE, 1);
         init_barrier(barriers + V_THERE, 1);
-        init_barrier(barriers + DQ_THERE, COMPUTING * WARPS);
+        init_barrier(barriers + DQ_THERE, COMPUTING * WARPS * ARRIVALS);
         init_barrier(barriers + DQ_READ, 1);
         for (int n = 0; n < STAGES; n++) {
             init_barrier(barriers + Q_THERE + n, 1);
             init_barrier(barriers + O_THERE + n, 1 + COPYING);  // who begins the copy of dO, and those that wrote lse and delta
-            init_barrier(barriers + READ + n, COMPUTING * WARPS);
+            init_barrier(barriers + READ + n, COMPUTING * WARPS * ARRIVALS);
         }
         fence_barriers();
     }

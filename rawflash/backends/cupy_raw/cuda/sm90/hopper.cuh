@@ -44,6 +44,20 @@ __device__ __forceinline__ void arrive(Barrier* barrier)
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
 }
 
+// A warp arrives: what its lanes have read and written comes before. One of them does so for all, whom __syncwarp() puts behind the others; where
+// kernels are for debugging each lane does, since racecheck does not see that (the instruction for it is left out where lanes are together).
+#ifdef BOUNDED
+constexpr int ARRIVALS = 32;
+#else
+constexpr int ARRIVALS = 1;
+#endif
+__device__ __forceinline__ void arrive_as_warp(Barrier* barrier)
+{
+    __syncwarp();
+    if (ARRIVALS > 1 || threadIdx.x % 32 == 0)
+        arrive(barrier);
+}
+
 // An arrival; the phase does not end before these bytes have come, too.
 __device__ __forceinline__ void arrive_expecting(Barrier* barrier, int bytes)
 {
