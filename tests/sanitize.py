@@ -45,18 +45,19 @@ from rawflash.backends.cupy_raw import compile as compiler
 # Failures of CUDA's functions are exceptions in CuPy; what memcheck would report beside them are CuPy's questions.
 TOOLS = {
     "memcheck": ("--padding", "256", "--report-api-errors", "no"),
-    "racecheck": (),
     "synccheck": (),
     "initcheck": (),
+    "racecheck": (),  # the slowest: has what time the others leave
 }
 # Python alone is looked at, not what it may start. A kernel with an error is ended, and the calls after it go on.
 COMMON = ("--target-processes", "application-only", "--launch-timeout", "60", "--print-limit", "20",
           "--destroy-on-device-error", "kernel")  # fmt: skip
 PORT, PORTS = 49152, 20  # where the tool's processes talk to each other: some ports for each pair
-LIMIT = 200  # seconds of one tool, then its processes are ended
+LIMIT = 400  # seconds of one tool, then its processes are ended
 BEGIN = 0.7  # no call is begun after this part of the limit
 PROCESSES = max(1, min(20, (os.cpu_count() or 1) * 3 // 4))
-ONE_THREAD = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}  # for what runs on the host, in each process
+# In each process: one thread for what runs on the host, and kernels that tools can follow (see sm90/hopper.cuh)
+ENVIRONMENT = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "RAWFLASH_BOUNDED": "1"}
 PLACES = ("/usr/local/cuda*/bin", "/usr/local/cuda*/compute-sanitizer", "/opt/nvidia/*/bin",
           *(os.path.join(path, "nvidia/*/bin") for path in sys.path))  # fmt: skip
 SUMMARY = re.compile(r"(?:ERROR SUMMARY: (\d+) error|RACECHECK SUMMARY: (\d+) hazard)")
@@ -167,6 +168,9 @@ def halves():
         "mma, bias": tall | dict(d=64, dtype="bfloat16", causal=True, bias=normal(4, Tq, Tk)),
         "mma, mask": tall | dict(d=128, dtype="float16", mask=half_visible(1, 1, Tq, Tk)),
         "mma, d = 256": tall | dict(Hq=2, d=256, dtype="bfloat16", causal=True),
+        "warpgroups, deterministic": tall | dict(d=64, dtype="bfloat16", causal=True, deterministic=True),
+        "warpgroups, deterministic, d = 128": tall | dict(B=2, Hq=2, d=128, dtype="float16", deterministic=True,
+                                                          kv_lengths=[Tk, 129]),
         "mma, deterministic": tall | dict(d=128, dtype="bfloat16", causal=True, deterministic=True),
     }  # fmt: skip
     made = {name: make(**call) for name, call in calls.items()}
@@ -309,7 +313,7 @@ def run(command, limit):
     with tempfile.TemporaryFile() as output:
         process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, start_new_session=True,
-            env=os.environ | ONE_THREAD,
+            env=os.environ | ENVIRONMENT,
         )  # fmt: skip
         try:
             status = process.wait(limit)
