@@ -9,7 +9,7 @@ from rawflash.arrays import Target
 from rawflash.backends.cupy_raw.launch import SIDE, Launcher, blocks_of, launcher, side_gradients, split_inputs
 from rawflash.backends.cupy_raw.tensor_map import Box
 from rawflash.problem import Operands, Problem
-from rawflash.tiling import MMA, SPLIT_INPUTS, WGMMA, WGMMA_SLAB, Tiles
+from rawflash.tiling import MMA, SPLIT_INPUTS, WGMMA, WGMMA_PROCESSORS, WGMMA_SLAB, Tiles
 
 FILE, FILE_MMA = "fa2_backward.cu", "mma/fa2_backward.cu"
 PIECE_ROWS, PIECE_COLUMNS = 16, 8  # of dQ's sums in mma/fa2_backward.cu
@@ -75,7 +75,12 @@ def _wgmma(problem: Problem, tiles: Tiles, x: Operands, grads: dict[str, Target]
 
 
 def _section(problem: Problem) -> int:
-    """How many K/V heads have their keys taken in turn, long columns first: as many as L2 can hold; 1: no band."""
+    """How many K/V heads have their keys taken in turn, long columns first: as many as L2 can hold; 1: no band.
+
+    Deterministic: as many as run at once, since blocks of keys of one head wait for each other.
+    """
+    if problem.deterministic:
+        return min(WGMMA_PROCESSORS, problem.B * problem.Hkv)
     if problem.band.lower is None and problem.band.upper is None:
         return 1
     rows = problem.Tk + problem.group * problem.Tq

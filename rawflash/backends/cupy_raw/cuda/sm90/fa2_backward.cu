@@ -53,7 +53,8 @@ constexpr int ALL_MEET = 1, WARPGROUP_MEETS = 2;  // named barriers: of all that
 constexpr int COPYING_REGISTERS = 24, COMPUTING_REGISTERS = 240;
 
 // Which keys of which head, and the rows that see some of them: of every query head, from i_low (the start of a block) on, before i_high. Steps
-// go round from i_start on: thread blocks that run together would otherwise add to the same sums of dQ at the same time.
+// go round from i_start on: thread blocks that run together would otherwise add to the same sums of dQ at the same time. DETERMINISTIC: down from
+// the last rows, at which all that a causal mask lets see them begin, one after the other.
 struct Work {
     int b, h, j0;               // sequence, key head, first key
     int slot, q_start, k_start;  // where row 0 and key 0 lie
@@ -82,12 +83,17 @@ __device__ __forceinline__ Work work_of(const Call& call)
         work.i_high = (int)clamp(j1 - s.offset - call.band_lower, 0, work.i_high);
     }
     const int rows = work.i_high > work.i_low ? (work.i_high - work.i_low + BR - 1) / BR : 0;  // blocks of them
-    work.i_start = work.i_low + (DETERMINISTIC ? 0 : (int)((unsigned long long)rows * (rest / count) / blocks) * BR);
+    work.i_start = work.i_low + (DETERMINISTIC ? most(rows - 1, 0) : (int)((unsigned long long)rows * (rest / count) / blocks)) * BR;
     work.steps = rows * ((int)call.Hq / (int)call.Hkv);
     return work;
 }
 
-__device__ __forceinline__ int next_rows(const Work& work, int i0) { return i0 + BR < work.i_high ? i0 + BR : work.i_low; }
+__device__ __forceinline__ int next_rows(const Work& work, int i0)
+{
+    if constexpr (DETERMINISTIC)
+        return i0 > work.i_low ? i0 - BR : work.i_start;
+    return i0 + BR < work.i_high ? i0 + BR : work.i_low;
+}
 
 // The sums of dQ lie in blocks of BR rows and TO_D columns; a sequence begins a new one. How many a head has, and where those of one begin.
 __device__ __forceinline__ long long blocks_of_head(const Call& call)
@@ -389,15 +395,6 @@ __device__ __forceinline__ void compute_all(const Call& call, const Work& work, 
                 all_meet();
             }
             begin_dP(0);
-            // Asked for before they are waited for
-            float2 lse[PART / 8], delta[PART / 8];
-            const auto ask = [&](float2 (&x)[PART / 8], int from, int r) {
-                const float2* const of = (const float2*)(on_chip + from) + at.stage * (BR / 2) + r * (PART / 2) + lane % 4;
-#pragma unroll
-                for (int n = 0; n < PART / 8; n++)
-                    x[n] = of[4 * n];
-            };
-            ask(lse, AT_LSE, 0);
             await_products<1>();  // S
 
             const bool plain = i0 >= plain_from && i0 + BR <= plain_to;
@@ -405,12 +402,11 @@ __device__ __forceinline__ void compute_all(const Call& call, const Work& work, 
 #pragma unroll
             for (int r = 0; r < PARTS; r++) {
                 // P = exp(S - lse), at most 1 whatever was rounded; NaN stays NaN
-                if (r > 0)
-                    ask(lse, AT_LSE, r);
+                const float2* const lse = (const float2*)(on_chip + AT_LSE) + at.stage * (BR / 2) + r * (PART / 2) + lane % 4;
                 float x[PART / 2];
 #pragma unroll
                 for (int n = 0; n < PART / 2; n++) {
-                    const float minus = n % 2 ? -lse[n / 4].y : -lse[n / 4].x;
+                    const float minus = n % 2 ? -lse[n / 4 * 4].y : -lse[n / 4 * 4].x;
                     x[n] = exp2_approximately(least_or_nan(fmaf(S[r * (PART / 2) + n], scale, minus), 0.0f));
                 }
                 // Column 8 (n / 4) + n % 2 after the lane's first is the row, counted from i0
@@ -422,7 +418,6 @@ __device__ __forceinline__ void compute_all(const Call& call, const Work& work, 
                 };
                 if (!plain)
                     hide(x);
-                ask(delta, AT_DELTA, r);
                 await_products<0>();  // dP
 
                 // dV += P^T dO
@@ -436,9 +431,10 @@ __device__ __forceinline__ void compute_all(const Call& call, const Work& work, 
                 commit_products();
 
                 // dS = P (dP - delta)
+                const float2* const delta = (const float2*)(on_chip + AT_DELTA) + at.stage * (BR / 2) + r * (PART / 2) + lane % 4;
 #pragma unroll
                 for (int n = 0; n < PART / 2; n++)
-                    x[n] *= dP[n] - (n % 2 ? delta[n / 4].y : delta[n / 4].x);
+                    x[n] *= dP[n] - (n % 2 ? delta[n / 4 * 4].y : delta[n / 4 * 4].x);
                 if (!plain)
                     hide(x);
 #pragma unroll
@@ -470,10 +466,10 @@ __device__ __forceinline__ void compute_all(const Call& call, const Work& work, 
 #pragma unroll
             for (int n = 0; n < DQ_COLUMNS / 8; n++)
                 passed[n * WARP_LANES] = make_float4(dQ[4 * n], dQ[4 * n + 1], dQ[4 * n + 2], dQ[4 * n + 3]);
-            await_products<0>();  // dK, whose factor dS is in registers
             fence_shared();
-            arrive_as_warp(barriers + READ + at.stage);
             arrive_as_warp(barriers + DQ_THERE);
+            await_products<0>();  // dK, whose factor dS is in registers
+            arrive_as_warp(barriers + READ + at.stage);
             at.next();
             i0 = next_rows(work, i0);
         }
