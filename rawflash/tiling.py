@@ -155,7 +155,10 @@ class WarpgroupForward:
     stages : int
         K and V that are on chip at once.
     least : int
-        Rows of a head, of a band or of lengths, below which the next row of the table is faster.
+        Rows of a head below which the next row of the table is faster.
+    own : bool
+        Each warpgroup goes through those blocks of keys only that its rows see. Not with turns, of which all have to
+        take as many.
     """
 
     br: int
@@ -164,17 +167,22 @@ class WarpgroupForward:
     static: bool = True
     stages: int = 2
     least: int = 0
+    own: bool = False
 
 
 # By columns of the wider of K and V, in slabs: the first that fits, or for softcap and ALiBi the last, which leaves
 # them registers
 WGMMA_FORWARD = {
-    64: (WarpgroupForward(192, 128, least=1536), WarpgroupForward(128, 128)),
+    64: (
+        WarpgroupForward(192, 128, least=1536),
+        WarpgroupForward(256, 64, turns=False, stages=8, least=193, own=True),
+        WarpgroupForward(128, 128),
+    ),
     128: (WarpgroupForward(128, 128),),
     192: (WarpgroupForward(128, 128), WarpgroupForward(128, 96)),
     256: (WarpgroupForward(128, 80), WarpgroupForward(128, 64)),
 }
-WGMMA_REGISTERS = {2: (24, 240), 3: (32, 160)}  # of a thread that copies, and of one that multiplies, by warpgroups
+WGMMA_REGISTERS = {2: (24, 240), 3: (32, 160), 4: (32, 112)}  # of a thread that copies, and of one that multiplies, by warpgroups
 
 
 @dataclass(frozen=True)
@@ -978,7 +986,7 @@ def _wgmma_forward(problem: Problem, chip: Chip) -> Tiles | None:
     for shape in shapes[-1:] if problem.softcap is not None or problem.alibi else shapes:
         br, bc = shape.br, shape.bc
         groups = br // WGMMA_ROWS
-        if uneven and problem.Tq < shape.least:
+        if problem.Tq < shape.least:
             continue
         for buffers, own in ((2, True), (2, False), (1, True), (1, False)):
             resident = [
@@ -993,6 +1001,7 @@ def _wgmma_forward(problem: Problem, chip: Chip) -> Tiles | None:
             ]
             constants = {
                 "Q_BUFFERS": buffers, "STAGES": shape.stages, "OWN_O": int(own), "TURNS": int(shape.turns),
+                "EVERY_OWN": int(shape.own),
                 "STATIC_MAXIMUM": int(shape.static), "DYNAMIC": int(uneven),
                 "LOWER": int(lower is not None), "RAGGED": int(problem.ragged),
                 "PRODUCER_REGISTERS": WGMMA_REGISTERS[groups][0], "CONSUMER_REGISTERS": WGMMA_REGISTERS[groups][1],

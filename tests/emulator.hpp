@@ -62,7 +62,7 @@ inline void __threadfence_block() {}
 
 // ---- fibers -------------------------------------------------------------------------------------------------------------
 
-constexpr unsigned MOST_THREADS = 512, LANES = 32;
+constexpr unsigned MOST_THREADS = 640, LANES = 32;
 constexpr size_t STACK = 512 << 10, MOST_SHARED = 256 << 10, WATCHED = 4096;
 __attribute__((aligned(1024))) unsigned char on_chip[MOST_SHARED + WATCHED];
 

@@ -55,7 +55,6 @@ struct alignas(16) Piece {
     int k_head, k_row;     // where key 0 lies
     int rows, stored;      // rows of the block that are the sequence's, and that are written
     int blocks;            // of keys
-    int exact, plain;      // those at the beginning that give the maximum, some of them to be masked; then those that all rows see all of
     int start;             // first key of the first block
     int keys;              // end of the sequence
     int lower, upper;      // row r sees the keys lower + r <= j < upper + r
@@ -75,6 +74,35 @@ static_assert(AT_REST + sizeof(Rest) <= TILE_BYTES, "what the plan says");
 __device__ __forceinline__ int within(int x, int most) { return x < 0 ? 0 : x < most ? x : most; }
 
 __device__ __forceinline__ unsigned pieces_of(const Call& call) { return (unsigned)(call.blocks * call.B * call.Hq); }
+
+// Which blocks of keys some rows see.
+struct Steps {
+    int first, count;  // number of the first that comes, which is the last one; how many
+    int exact, plain;  // those at the beginning that give the maximum, some of them to be masked; then those that all rows see all of
+};
+
+// Of the rows of a block from `from` to before `to`; row r sees the keys lower + r <= j < upper + r that are there.
+__device__ __forceinline__ Steps steps_of(int lower, int upper, int keys, int from, int to)
+{
+    // The keys from low to high; the first row's last one is before `seen`, the last row's first one is at `whole`
+    int low = 0, high = from < to ? keys : 0, seen = high, whole = 0;
+    if constexpr (BAND) {
+        low = within(lower + from, high);
+        whole = within(lower + to - 1, high);
+        seen = within(upper + from, high);
+        high = within(upper + to - 1, high);
+    }
+    Steps steps = {};
+    if (low < high) {
+        const int first = low / BC, last = (high - 1) / BC, gives = seen > 0 ? (seen - 1) / BC : 0;
+        steps.first = last;
+        steps.count = last - first + 1;
+        steps.exact = last - (gives > first ? gives : first) + 1;
+        const int plain = last - steps.exact + 1 - (whole + BC - 1) / BC;  // blocks that begin after `whole`
+        steps.plain = plain > 0 ? plain : 0;
+    }
+    return steps;
+}
 
 // What the next lines need is read again: few registers are left to the warpgroup that copies.
 __device__ __forceinline__ void forget() { asm volatile("" ::: "memory"); }
@@ -126,35 +154,20 @@ __device__ __forceinline__ bool describe(volatile Piece& piece, const Call& call
     piece.k_row = k_start;
     piece.keys = keys;
 
-    // The keys from low to high; row 0's last one is before `seen`, the last row's first one is at `whole`
-    const int rows = piece.rows;
-    int low = 0, high = rows > 0 ? keys : 0, seen = high, whole = 0;
+    int lower = 0, upper = 0;
     if constexpr (BAND || ALIBI) {
         const long long given = call.offset_given ? call.offset : keys - length;
         const long long position = i0 + clamp(entry(call.q_offset, b, given), -FARTHEST, FARTHEST);
         piece.position = position;
         if constexpr (BAND) {
-            const int lower = (int)clamp(position + call.band_lower, -FAR, FAR), upper = (int)clamp(position + call.band_upper + 1, -FAR, FAR);
-            piece.lower = lower;
-            piece.upper = upper;
-            low = within(lower, high);
-            whole = within(lower + rows - 1, high);
-            seen = within(upper, high);
-            high = within(upper + rows - 1, high);
+            piece.lower = lower = (int)clamp(position + call.band_lower, -FAR, FAR);
+            piece.upper = upper = (int)clamp(position + call.band_upper + 1, -FAR, FAR);
         }
     }
     forget();
-    int count = 0, exact = 0, plain = 0;
-    if (low < high) {
-        const int first = low / BC, last = (high - 1) / BC, gives = seen > 0 ? (seen - 1) / BC : 0;
-        piece.start = last * BC;
-        count = last - first + 1;
-        exact = last - (gives > first ? gives : first) + 1;
-        plain = last - exact + 1 - (whole + BC - 1) / BC;  // blocks that begin after `whole`
-    }
-    piece.blocks = count;
-    piece.exact = exact;
-    piece.plain = plain > 0 ? plain : 0;
+    const Steps steps = steps_of(lower, upper, keys, 0, piece.rows);
+    piece.start = steps.first * BC;
+    piece.blocks = steps.count;
     return true;
 }
 
@@ -258,7 +271,9 @@ struct Consumer {
     unsigned char* const on_chip;
     Rest& rest;
     const int group, warp, lane;  // warpgroup, warp of it
+    int part;                     // which ROWS of a piece it has
     unsigned n;                   // blocks of keys so far
+    int own, behind;              // of a piece: blocks that its rows see any of, and those behind them
     float O[WIDTH / 2], S[BC / 2], m[2], l[2];
     unsigned P[BC / 16][4];
     float unit[PLAIN ? 1 : 3];  // of a score in powers of two; of a product in scores, or in caps; the cap
@@ -276,12 +291,15 @@ struct Consumer {
     }
 
     __device__ __forceinline__ bool leads() const { return threadIdx.x % WARPGROUP == 0; }
-    __device__ __forceinline__ int first_row() const { return group * ROWS + warp * WARP_ROWS; }
+    __device__ __forceinline__ int first_row() const { return part * ROWS + warp * WARP_ROWS; }
+
+    // Where a mask hides more from some rows than from others, these are taken in turn: so warpgroups have as much to do.
+    __device__ __forceinline__ void take_part(unsigned given) { part = EVERY_OWN && given % 2 ? CONSUMERS - 1 - group : group; }
 
     // S = Q K^T, begun
     __device__ __forceinline__ void begin_scores(unsigned slot, unsigned stage)
     {
-        const unsigned long long q = moved(factor(on_chip), slot * Q_BYTES + group * ROWS * SLAB_ROW);
+        const unsigned long long q = moved(factor(on_chip), slot * Q_BYTES + part * ROWS * SLAB_ROW);
         const unsigned long long k = moved(factor(on_chip + AT_K), stage * K_BYTES);
         fence_products();
 #pragma unroll
@@ -433,10 +451,23 @@ struct Consumer {
 #pragma unroll
         for (int r = 0; r < 2; r++)
             m[r] = -INFINITE, l[r] = 0;
-        const int blocks = __shfl_sync(WARP, piece.blocks, 0);
-        if (blocks == 0)
+        own = __shfl_sync(WARP, piece.blocks, 0);
+        int j0 = piece.start, exact = 1, plain = own - 1;
+        if constexpr (BAND || EVERY_OWN) {
+            const int rows = piece.rows, from = EVERY_OWN ? part * ROWS : 0, to = EVERY_OWN && from + ROWS < rows ? from + ROWS : rows;
+            const Steps steps = steps_of(piece.lower, piece.upper, piece.keys, from, to);
+            exact = __shfl_sync(WARP, steps.exact, 0);
+            plain = __shfl_sync(WARP, steps.plain, 0);
+            if constexpr (EVERY_OWN) {
+                const int blocks = own, before = __shfl_sync(WARP, steps.count ? j0 / BC - steps.first : blocks, 0);
+                own = __shfl_sync(WARP, steps.count, 0);
+                behind = blocks - before - own;
+                pass_over(before);
+                j0 -= before * BC;
+            }
+        }
+        if (own == 0)
             return;
-        int j0 = piece.start;
         await(&rest.full_K[n % STAGES], n / STAGES & 1);
         begin_scores(slot, n % STAGES);
         await_products<0>();
@@ -447,21 +478,20 @@ struct Consumer {
         softmax<EXACT, true>(alpha);
         narrow_P();
         if constexpr (RAGGED || PACKED)
-            clear_values(piece);
+            clear_values(piece, j0);
         n++;
 
         if constexpr (AGAIN) {
-            for (int j = blocks - 1; j > 0; j--)
+            for (int j = own - 1; j > 0; j--)
                 step<EXACT, true>(piece, slot, j0 -= BC);
         } else {
-            const int plain = __shfl_sync(WARP, piece.plain, 0), exact = __shfl_sync(WARP, piece.exact, 0);
             if constexpr (BAND)
                 for (int j = exact - 1; j > 0; j--)
                     step<EXACT, true>(piece, slot, j0 -= BC);
             for (int j = plain; j > 0; j--)
                 step<PLAINLY, false>(piece, slot, j0 -= BC);
             if constexpr (LOWER)
-                for (int j = blocks - exact - plain; j > 0; j--)
+                for (int j = own - exact - plain; j > 0; j--)
                     step<PLAINLY, true>(piece, slot, j0 -= BC);
         }
         const unsigned v = (n - 1) % STAGES;
@@ -469,10 +499,29 @@ struct Consumer {
         begin_output(v);
     }
 
-    // The rows of the first V that are not the sequence's: 0 times what lies there may be NaN.
-    __device__ __forceinline__ void clear_values(const Piece& piece)
+    // Blocks of keys that others of the piece see: their copies are awaited, so that a barrier is never more than a phase ahead.
+    __device__ __forceinline__ void pass_over(int blocks)
     {
-        const int end = piece.keys - piece.start;
+        if (blocks <= 0)
+            return;
+        if (warp == 0)
+            for (unsigned x = n; x != n + blocks; x++) {
+                const unsigned stage = x % STAGES;
+                await(&rest.full_K[stage], x / STAGES & 1);
+                await(&rest.full_V[stage], x / STAGES & 1);
+                if (lane == 0) {
+                    arrive(&rest.empty_K[stage]);
+                    arrive(&rest.empty_V[stage]);
+                }
+            }
+        n += blocks;
+        meet(FIRST_OWN + group, WARPGROUP);  // the other warps know that, too
+    }
+
+    // The rows of the first V that are not the sequence's: 0 times what lies there may be NaN.
+    __device__ __forceinline__ void clear_values(const Piece& piece, int j0)
+    {
+        const int end = piece.keys - j0;
         if (end >= BC)
             return;
         const unsigned stage = n % STAGES;
@@ -491,15 +540,17 @@ struct Consumer {
     {
         // What is needed of the piece: its place may be another's when Q is released
         const unsigned number = piece.number;
-        const int batch = piece.batch, h = piece.head, row = piece.row, rows = piece.rows, stored = piece.stored, blocks = piece.blocks;
+        const int batch = piece.batch, h = piece.head, row = piece.row, rows = piece.rows, stored = piece.stored;
         if constexpr (OWN_O) {
             __syncwarp();
             if (lane == 0)
                 arrive(&rest.empty_Q[slot]);
         }
         await_products<0>();
-        if (blocks && leads())
+        if (own && leads())
             arrive(&rest.empty_V[(n - 1) % STAGES]);
+        if constexpr (EVERY_OWN)
+            pass_over(behind);
         if constexpr (!OWN_O)
             meet(FIRST_OWN + group, WARPGROUP);  // no warp reads Q any more
 
@@ -554,7 +605,7 @@ struct Consumer {
         }
 
         // To shared memory, where copies find it
-        unsigned char* const tile = on_chip + (OWN_O ? AT_O : slot * Q_BYTES);
+        unsigned char* const tile = on_chip + (OWN_O ? AT_O + (group - part) * ROWS * SLAB_ROW : slot * Q_BYTES);
         if constexpr (OWN_O) {
             if (lane == 0)
                 await_stores_read<0>();
@@ -628,6 +679,7 @@ extern "C" __global__ void __launch_bounds__(ALL_THREADS, 1) fa2_forward(const _
         const Piece& piece = rest.piece[slot];
         if (piece.number == NONE)
             break;
+        consumer.take_part(given);
         consumer.attend<false>(piece, slot);
         consumer.finish<false>(piece, slot);
     }
@@ -644,6 +696,7 @@ extern "C" __global__ void __launch_bounds__(ALL_THREADS, 1) fa2_forward(const _
         const Piece& piece = rest.piece[slot];
         if (piece.number == NONE)
             break;
+        consumer.take_part(given);
         consumer.attend<true>(piece, slot);
         consumer.finish<true>(piece, slot);
     }
