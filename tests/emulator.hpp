@@ -252,6 +252,7 @@ inline float exp2_approximately(float x)
 }
 
 inline float least_or_nan(float x, float y) { return x != x || y != y ? NAN : x < y ? x : y; }
+inline float log2_approximately(float x) { return log2f(x); }
 inline float reciprocal_approximately(float x)
 {
     const float y = 1.0f / x;

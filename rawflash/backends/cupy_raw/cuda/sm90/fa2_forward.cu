@@ -34,6 +34,7 @@ constexpr int V_BYTES = BC * SLABS_V * SLAB_ROW, O_BYTES = BR * SLABS_V * SLAB_R
 constexpr int AT_K = Q_BUFFERS * Q_BYTES, AT_V = AT_K + STAGES * K_BYTES, AT_O = AT_V + STAGES * V_BYTES;
 constexpr int AT_REST = AT_O + OWN_O * O_BYTES;
 static_assert(BR % ROWS == 0 && BC % 16 == 0 && K_BYTES % SLAB_ALIGNMENT == 0, "rows of products, slabs");
+static_assert(BC / 4 <= 32, "a bit for each column of a thread");
 static_assert(OWN_O || SLABS_V <= SLABS_D, "O in Q's place");
 constexpr bool STATIC = STATIC_MAXIMUM && TYPE == BFLOAT16;
 constexpr float MOST_SHIFT = 16777216.0f;  // 2^24 powers of two: up to there m, multiplied by the scale, is rounded by 1/2 at most
@@ -45,8 +46,15 @@ constexpr float GROWTH = 8.0f;                       // of a maximum, in powers 
 constexpr int FAR = 1 << 30;                         // farther than any key
 constexpr int FIRST_TURN = 1, FIRST_OWN = 8;         // barriers: of the turns, of a warpgroup
 constexpr unsigned NONE = ~0u;
+constexpr float LN2 = 0.6931471805599453f;
 // tanh(x) = x + TANH_3 x^3 + ... + TANH_9 x^9 up to TANH_NEAR, to 2e-7 of it
 constexpr float TANH_NEAR = 0.6f, TANH_3 = -0.333326221f, TANH_5 = 0.133135423f, TANH_7 = -0.0522322804f, TANH_9 = 0.0156423785f;
+
+// Which blocks of keys some rows see.
+struct alignas(16) Steps {
+    int before, count;  // those of the piece that come before, and are not seen; those that are, or some of
+    int exact, plain;   // those at the beginning that give the maximum, some of them to be masked; then those that all rows see all of
+};
 
 // A piece of work, for the warpgroups: what it is, and which blocks of keys in which order. Numbers of keys are relative to the sequence.
 struct alignas(16) Piece {
@@ -55,6 +63,7 @@ struct alignas(16) Piece {
     int k_head, k_row;     // where key 0 lies
     int rows, stored;      // rows of the block that are the sequence's, and that are written
     int blocks;            // of keys
+    Steps steps[EVERY_OWN ? CONSUMERS : 1];  // of ROWS each, or of all
     int start;             // first key of the first block
     int keys;              // end of the sequence
     int lower, upper;      // row r sees the keys lower + r <= j < upper + r
@@ -75,14 +84,9 @@ __device__ __forceinline__ int within(int x, int most) { return x < 0 ? 0 : x < 
 
 __device__ __forceinline__ unsigned pieces_of(const Call& call) { return (unsigned)(call.blocks * call.B * call.Hq); }
 
-// Which blocks of keys some rows see.
-struct Steps {
-    int first, count;  // number of the first that comes, which is the last one; how many
-    int exact, plain;  // those at the beginning that give the maximum, some of them to be masked; then those that all rows see all of
-};
-
-// Of the rows of a block from `from` to before `to`; row r sees the keys lower + r <= j < upper + r that are there.
-__device__ __forceinline__ Steps steps_of(int lower, int upper, int keys, int from, int to)
+// The rows from `from` to before `to`, of which row r sees the keys lower + r <= j < upper + r. `first` is the number of the piece's first block;
+// `none`, how many that has, are before what sees nothing.
+__device__ __forceinline__ Steps steps_of(int lower, int upper, int keys, int from, int to, int first, int none)
 {
     // The keys from low to high; the first row's last one is before `seen`, the last row's first one is at `whole`
     int low = 0, high = from < to ? keys : 0, seen = high, whole = 0;
@@ -92,16 +96,12 @@ __device__ __forceinline__ Steps steps_of(int lower, int upper, int keys, int fr
         seen = within(upper + from, high);
         high = within(upper + to - 1, high);
     }
-    Steps steps = {};
-    if (low < high) {
-        const int first = low / BC, last = (high - 1) / BC, gives = seen > 0 ? (seen - 1) / BC : 0;
-        steps.first = last;
-        steps.count = last - first + 1;
-        steps.exact = last - (gives > first ? gives : first) + 1;
-        const int plain = last - steps.exact + 1 - (whole + BC - 1) / BC;  // blocks that begin after `whole`
-        steps.plain = plain > 0 ? plain : 0;
-    }
-    return steps;
+    if (low >= high)
+        return {none, 0, 0, 0};
+    const int end = low / BC, begin = (high - 1) / BC, gives = seen > 0 ? (seen - 1) / BC : 0;
+    const int exact = begin - (gives > end ? gives : end) + 1;
+    const int plain = begin - exact + 1 - (whole + BC - 1) / BC;  // blocks that begin after `whole`
+    return {first - begin, begin - end + 1, exact, plain > 0 ? plain : 0};
 }
 
 // What the next lines need is read again: few registers are left to the warpgroup that copies.
@@ -165,9 +165,22 @@ __device__ __forceinline__ bool describe(volatile Piece& piece, const Call& call
         }
     }
     forget();
-    const Steps steps = steps_of(lower, upper, keys, 0, piece.rows);
-    piece.start = steps.first * BC;
-    piece.blocks = steps.count;
+    const int rows = piece.rows;
+    int low = 0, high = rows > 0 ? keys : 0;  // the keys that some row sees
+    if constexpr (BAND)
+        low = within(lower, high), high = within(upper + rows - 1, high);
+    const int last = (high - 1) / BC, blocks_of_keys = low < high ? last - low / BC + 1 : 0;
+    piece.start = last * BC;
+    piece.blocks = blocks_of_keys;
+    if constexpr (BAND || EVERY_OWN) {
+#pragma unroll
+        for (int x = 0; x < (EVERY_OWN ? CONSUMERS : 1); x++) {
+            const int from = x * ROWS, to = EVERY_OWN && from + ROWS < rows ? from + ROWS : rows;
+            const Steps steps = steps_of(lower, upper, keys, from, to, last, blocks_of_keys);
+            volatile Steps& place = piece.steps[x];
+            place.before = steps.before, place.count = steps.count, place.exact = steps.exact, place.plain = steps.plain;
+        }
+    }
     return true;
 }
 
@@ -276,17 +289,16 @@ struct Consumer {
     int own, behind;              // of a piece: blocks that its rows see any of, and those behind them
     float O[WIDTH / 2], S[BC / 2], m[2], l[2];
     unsigned P[BC / 16][4];
-    float unit[PLAIN ? 1 : 3];  // of a score in powers of two; of a product in scores, or in caps; the cap
+    float unit[PLAIN ? 2 : 3];  // of a score in powers of two; of a product in scores, or in caps; the cap
 
     __device__ __forceinline__ Consumer(const MappedCall& argument, unsigned char* on_chip, Rest& rest)
         : argument(argument), call(argument.call), on_chip(on_chip), rest(rest), group(__shfl_sync(WARP, threadIdx.x / WARPGROUP, 0) - 1),
           warp(__shfl_sync(WARP, threadIdx.x / WARP_SIZE % 4, 0)), lane(threadIdx.x % WARP_SIZE), n(0)
     {
         unit[0] = PLAIN ? (float)call.scale * LOG2E : LOG2E;
-        if constexpr (!PLAIN) {
-            unit[1] = SOFTCAP ? (float)(call.scale / call.softcap) : (float)call.scale;
+        unit[1] = SOFTCAP ? (float)(call.scale / call.softcap) : (float)call.scale;
+        if constexpr (!PLAIN)
             unit[2] = (float)call.softcap;
-        }
         pin(unit);  // in registers, not computed again and again
     }
 
@@ -295,6 +307,13 @@ struct Consumer {
 
     // Where a mask hides more from some rows than from others, these are taken in turn: so warpgroups have as much to do.
     __device__ __forceinline__ void take_part(unsigned given) { part = EVERY_OWN && given % 2 ? CONSUMERS - 1 - group : group; }
+
+    __device__ __forceinline__ void clear_output()
+    {
+#pragma unroll
+        for (int x = 0; x < WIDTH / 2; x++)
+            O[x] = 0;
+    }
 
     // S = Q K^T, begun
     __device__ __forceinline__ void begin_scores(unsigned slot, unsigned stage)
@@ -317,6 +336,13 @@ struct Consumer {
         for (int s = 0; s < BC / 16; s++)
             multiply_rs<WIDTH, true>(O, P[s], moved(v, s * 16 * SLAB_ROW), true);
         commit_products();
+    }
+
+    // Of a thread's columns, which are 0, 1, 8, 9, 16, ..., those below `end`: bits.
+    static __device__ __forceinline__ unsigned columns_before(int end)
+    {
+        const int left = end & 7, count = within((end >> 3) * 2 + (left < 2 ? left : 2), BC / 4);
+        return count == 0 ? 0 : ~0u >> (32 - count);
     }
 
     // Products -> scores, where these are not multiples of them; keys that a row does not see get -inf.
@@ -345,14 +371,13 @@ struct Consumer {
                 int end = piece.keys;
                 if constexpr (BAND)
                     end = piece.upper + row < end ? piece.upper + row : end;
-                end -= from;
-                const int first = piece.lower + row - from;
+                unsigned seen = columns_before(end - from);  // a bit for each column of the thread
+                if constexpr (LOWER)
+                    seen &= ~columns_before(piece.lower + row - from);
 #pragma unroll
-                for (int x = 2 * r; x < BC / 2; x += x % 2 ? 3 : 1) {
-                    const int column = x / 4 * 8 + x % 2;
-                    if (column >= end || (LOWER && column < first))
+                for (int x = 2 * r; x < BC / 2; x += x % 2 ? 3 : 1)
+                    if (!(seen >> (x / 4 * 2 + x % 2) & 1))
                         S[x] = -INFINITE;
-                }
             }
         }
     }
@@ -446,30 +471,28 @@ struct Consumer {
     {
         constexpr int EXACT = AGAIN ? CAREFULLY : MOVING, PLAINLY = STATIC ? FIXED : MOVING;
 #pragma unroll
-        for (int x = 0; x < WIDTH / 2; x++)
-            O[x] = 0;
-#pragma unroll
         for (int r = 0; r < 2; r++)
             m[r] = -INFINITE, l[r] = 0;
         own = __shfl_sync(WARP, piece.blocks, 0);
         int j0 = piece.start, exact = 1, plain = own - 1;
         if constexpr (BAND || EVERY_OWN) {
-            const int rows = piece.rows, from = EVERY_OWN ? part * ROWS : 0, to = EVERY_OWN && from + ROWS < rows ? from + ROWS : rows;
-            const Steps steps = steps_of(piece.lower, piece.upper, piece.keys, from, to);
-            exact = __shfl_sync(WARP, steps.exact, 0);
-            plain = __shfl_sync(WARP, steps.plain, 0);
+            const Steps& steps = piece.steps[EVERY_OWN ? part : 0];
+            exact = __shfl_sync(WARP, steps.exact, 0), plain = __shfl_sync(WARP, steps.plain, 0);
             if constexpr (EVERY_OWN) {
-                const int blocks = own, before = __shfl_sync(WARP, steps.count ? j0 / BC - steps.first : blocks, 0);
+                const int blocks = own, before = __shfl_sync(WARP, steps.before, 0);
                 own = __shfl_sync(WARP, steps.count, 0);
                 behind = blocks - before - own;
                 pass_over(before);
                 j0 -= before * BC;
             }
         }
-        if (own == 0)
+        if (own == 0) {
+            clear_output();
             return;
+        }
         await(&rest.full_K[n % STAGES], n / STAGES & 1);
         begin_scores(slot, n % STAGES);
+        clear_output();
         await_products<0>();
         if (leads())
             arrive(&rest.empty_K[n % STAGES]);
@@ -504,7 +527,8 @@ struct Consumer {
     {
         if (blocks <= 0)
             return;
-        if (warp == 0)
+        if (warp == 0) {
+#pragma unroll 1
             for (unsigned x = n; x != n + blocks; x++) {
                 const unsigned stage = x % STAGES;
                 await(&rest.full_K[stage], x / STAGES & 1);
@@ -514,6 +538,7 @@ struct Consumer {
                     arrive(&rest.empty_V[stage]);
                 }
             }
+        }
         n += blocks;
         meet(FIRST_OWN + group, WARPGROUP);  // the other warps know that, too
     }
@@ -555,36 +580,56 @@ struct Consumer {
             meet(FIRST_OWN + group, WARPGROUP);  // no warp reads Q any more
 
         const int g = lane / 4, t = lane % 4, first = first_row();
-        float factor[2], lse[2];
-        bool again = false;
+        float total[2], factor[2], lse[2];
+        bool again = false, empty = false;
         Head at = {};
         at.h = h;
 #pragma unroll
-        for (int r = 0; r < 2; r++) {
-            const int i = first + g + 8 * r;
-            float total = l[r];
-            total += __shfl_xor_sync(WARP, total, 1);
-            total += __shfl_xor_sync(WARP, total, 2);
-            if constexpr (!AGAIN) {
-                float finite = 0;
+        for (int r = 0; r < 2; r++)
+            total[r] = l[r] + __shfl_xor_sync(WARP, l[r], 1);
 #pragma unroll
-                for (int x = 2 * r; x < WIDTH / 2; x += x % 2 ? 3 : 1)
-                    finite = fmaf(O[x], 0.0f, finite);
+        for (int r = 0; r < 2; r++)
+            total[r] += __shfl_xor_sync(WARP, total[r], 2);
+        if constexpr (!AGAIN) {
+            float finite[4] = {};
+#pragma unroll
+            for (int x = 0; x < WIDTH / 2; x++)
+                finite[x % 4] = fmaf(O[x], 0.0f, finite[x % 4]);
+#pragma unroll
+            for (int r = 0; r < 2; r++) {
                 // A row without a maximum has seen no key, or none with a finite score
-                const bool good = m[r] == -INFINITE ? total == 0.0f : fabsf(m[r] * unit[0]) < MOST_SHIFT;
-                again = again || (i < rows && !(total < MOST_SUM && finite == 0.0f && good));
+                const bool good = m[r] == -INFINITE ? total[r] == 0.0f : fabsf(m[r] * unit[0]) < MOST_SHIFT;
+                again = again || (first + g + 8 * r < rows && !(total[r] < MOST_SUM && finite[2 * r] + finite[2 * r + 1] == 0.0f && good));
             }
-            lse[r] = -INFINITE, factor[r] = 0;
-            if (i < rows) {
-                factor[r] = finish_row(call, at, PLAIN ? m[r] * (float)call.scale : m[r], total, lse[r]);
-                if (total == 0.0f)
-                    factor[r] = 0;
-            }
-            const bool empty = i >= rows || total == 0.0f;
-#pragma unroll
-            for (int x = 2 * r; x < WIDTH / 2; x += x % 2 ? 3 : 1)
-                O[x] = empty ? 0.0f : O[x] * factor[r];
         }
+#pragma unroll
+        for (int r = 0; r < 2; r++) {
+            const float highest = PLAIN ? m[r] * unit[1] : m[r];
+            const bool none = first + g + 8 * r >= rows || total[r] == 0.0f;
+            empty = empty || none;
+            if constexpr (SINKS) {
+                float sum = total[r];
+                factor[r] = finish_row(call, at, highest, sum, lse[r]);
+                if (first + g + 8 * r >= rows)
+                    lse[r] = -INFINITE;
+            } else {
+                factor[r] = reciprocal_approximately(total[r]);
+                lse[r] = none ? -INFINITE : fmaf(log2_approximately(total[r]), LN2, highest);
+            }
+        }
+        if (!__all_sync(WARP, !empty)) {
+#pragma unroll
+            for (int r = 0; r < 2; r++)
+                if (first + g + 8 * r >= rows || total[r] == 0.0f) {
+                    factor[r] = 0;
+#pragma unroll
+                    for (int x = 2 * r; x < WIDTH / 2; x += x % 2 ? 3 : 1)
+                        O[x] = 0;
+                }
+        }
+#pragma unroll
+        for (int x = 0; x < WIDTH / 2; x++)
+            O[x] *= factor[x / 2 % 2];
         if (!AGAIN && !__all_sync(WARP, !again)) {
             if (lane == 0 && atomicExch(&rest.last_again, number) != number) {
                 const unsigned entry = number * WARPS + group * 4 + warp;
@@ -597,11 +642,12 @@ struct Consumer {
             }
             return;
         }
-        if (t == 0) {
-#pragma unroll
-            for (int r = 0; r < 2; r++)
-                if (first + g + 8 * r < stored)
-                    store_lse(call, batch, h, row + first + g + 8 * r, lse[r]);
+        if (t == 0 && call.lse.data) {
+            float* const place = row_of(call.lse, batch, h, row + first + g);
+            if (first + g < stored)
+                place[0] = lse[0];
+            if (first + g + 8 < stored)
+                place[8 * call.lse.row] = lse[1];
         }
 
         // To shared memory, where copies find it
