@@ -1013,7 +1013,7 @@ def _wgmma_forward(problem: Problem, chip: Chip) -> Tiles | None:
                 br, bc, tuple(resident), chip.name, limit, IJ, family=WGMMA,
                 grid=min(processors, -(-problem.Tq // br) * problem.B * problem.Hq), constants=tuple(constants.items()),
             )  # fmt: skip
-            if tiles.smem_bytes <= limit and (own or to_dv <= to_d):
+            if tiles.smem_bytes <= limit:
                 return tiles
     return None
 

@@ -3,8 +3,8 @@
 // A block of threads takes piece after piece: Br rows of one query head. Its first warpgroup has one thread that begins copies; each of the others
 // owns 64 of the rows. Q blocks outside, K/V blocks inside, from the last keys to the first; O, m and l stay in registers and are written once.
 //
-// On chip:  Q (Br, d), Q_BUFFERS of them; K (Bc, d) and V (Bc, dv), STAGES of each; O (Br, dv) on its way out, in Q's place where there is no room
-// for it (OWN_O is 0); the barriers and what pieces are. In registers S, P (64, Bc) and O (64, dv) of a warpgroup, m, l.
+// On chip:  Q (Br, d), Q_BUFFERS of them; K (Bc, d) and V (Bc, dv), STAGES of each; O (Br, dv) on its way out, which where there is no room for it
+// (OWN_O is 0) leaves from registers; the barriers and what pieces are. In registers S, P (64, Bc) and O (64, dv) of a warpgroup, m, l.
 // Read per step: K_j and V_j, up to STAGES steps ahead. Written once: O_i, lse_i.
 //
 // A step begins S_j = Q K_j^T and O += P_{j-1} V_{j-1}, waits for the first, and takes the exponentials of S_j while the second runs. Where TURNS
@@ -35,7 +35,6 @@ constexpr int AT_K = Q_BUFFERS * Q_BYTES, AT_V = AT_K + STAGES * K_BYTES, AT_O =
 constexpr int AT_REST = AT_O + OWN_O * O_BYTES;
 static_assert(BR % ROWS == 0 && BC % 16 == 0 && K_BYTES % SLAB_ALIGNMENT == 0, "rows of products, slabs");
 static_assert(BC / 4 <= 32, "a bit for each column of a thread");
-static_assert(OWN_O || SLABS_V <= SLABS_D, "O in Q's place");
 constexpr bool ONE_HALF = BAND && HALF_FIRST && !EVERY_OWN;
 constexpr bool STATIC = STATIC_MAXIMUM && TYPE == BFLOAT16;
 constexpr float MOST_SHIFT = 16777216.0f;  // 2^24 powers of two: up to there m, multiplied by the scale, is rounded by 1/2 at most
@@ -290,16 +289,17 @@ struct Consumer {
     int own, behind;              // of a piece: blocks that its rows see any of, and those behind them
     float O[WIDTH / 2], S[BC / 2], m[2], l[2];
     unsigned P[BC / 16][4];
-    float unit[PLAIN ? 2 : 3];  // of a score in powers of two; of a product in scores, or in caps; the cap
+    float unit[PLAIN ? 1 : 3];  // of a score in powers of two; of a product in scores, or in caps; the cap
 
     __device__ __forceinline__ Consumer(const MappedCall& argument, unsigned char* on_chip, Rest& rest)
         : argument(argument), call(argument.call), on_chip(on_chip), rest(rest), group(__shfl_sync(WARP, threadIdx.x / WARPGROUP, 0) - 1),
           warp(__shfl_sync(WARP, threadIdx.x / WARP_SIZE % 4, 0)), lane(threadIdx.x % WARP_SIZE), n(0)
     {
         unit[0] = PLAIN ? (float)call.scale * LOG2E : LOG2E;
-        unit[1] = SOFTCAP ? (float)(call.scale / call.softcap) : (float)call.scale;
-        if constexpr (!PLAIN)
+        if constexpr (!PLAIN) {
+            unit[1] = SOFTCAP ? (float)(call.scale / call.softcap) : (float)call.scale;
             unit[2] = (float)call.softcap;
+        }
         pin(unit);  // in registers, not computed again and again
     }
 
@@ -581,18 +581,14 @@ struct Consumer {
         // What is needed of the piece: its place may be another's when Q is released
         const unsigned number = piece.number;
         const int batch = piece.batch, h = piece.head, row = piece.row, rows = piece.rows, stored = piece.stored;
-        if constexpr (OWN_O) {
-            __syncwarp();
-            if (lane == 0)
-                arrive(&rest.empty_Q[slot]);
-        }
+        __syncwarp();
+        if (lane == 0)
+            arrive(&rest.empty_Q[slot]);
         await_products<0>();
         if (own && leads())
             arrive(&rest.empty_V[(n - 1) % STAGES]);
         if constexpr (EVERY_OWN)
             pass_over(behind);
-        if constexpr (!OWN_O)
-            meet(FIRST_OWN + group, WARPGROUP);  // no warp reads Q any more
 
         const int g = lane / 4, t = lane % 4, first = first_row();
         float total[2], factor[2], lse[2];
@@ -620,7 +616,7 @@ struct Consumer {
         }
 #pragma unroll
         for (int r = 0; r < 2; r++) {
-            const float highest = PLAIN ? m[r] * unit[1] : m[r];
+            const float highest = PLAIN ? m[r] * (float)call.scale : m[r];
             const bool none = first + g + 8 * r >= rows || total[r] == 0.0f;
             empty = empty || none;
             if constexpr (SINKS) {
@@ -651,11 +647,6 @@ struct Consumer {
                 const unsigned entry = number * WARPS + group * 4 + warp;
                 call.again[entry] = atomicExch(&rest.first_again, entry);
             }
-            if constexpr (!OWN_O) {
-                __syncwarp();
-                if (lane == 0)
-                    arrive(&rest.empty_Q[slot]);
-            }
             return;
         }
         if (t == 0 && call.lse.data) {
@@ -666,13 +657,15 @@ struct Consumer {
                 place[8 * call.lse.row] = lse[1];
         }
 
-        // To shared memory, where copies find it
-        unsigned char* const tile = on_chip + (OWN_O ? AT_O + (group - part) * ROWS * SLAB_ROW : slot * Q_BYTES);
-        if constexpr (OWN_O) {
-            if (lane == 0)
-                await_stores_read<0>();
-            __syncwarp();
+        if constexpr (!OWN_O) {
+            store_output(batch, h, row, stored);
+            return;
         }
+        // To shared memory, where copies find it
+        unsigned char* const tile = on_chip + AT_O + (group - part) * ROWS * SLAB_ROW;
+        if (lane == 0)
+            await_stores_read<0>();
+        __syncwarp();
 #pragma unroll
         for (int s = 0; s < WIDTH / 16; s++) {
             const int slab = s / 4, piece_of_row = s % 4 * 2 + lane / 16;
@@ -696,11 +689,22 @@ struct Consumer {
                         *(const uint4*)(tile + of_row / 8 * BR * SLAB_ROW + first * SLAB_ROW + in_slab(i, of_row % 8));
             }
         }
-        if constexpr (!OWN_O) {
-            __syncwarp();
-            if (lane == 0) {
-                await_stores_read<0>();
-                arrive(&rest.empty_Q[slot]);
+    }
+
+    // O from registers: of every 16 columns two lanes have eight each, of which they exchange halves, so that a row's part is 32 bytes.
+    __device__ __forceinline__ void store_output(int batch, int h, int row, int stored)
+    {
+        const int g = lane / 4, t = lane % 4, odd = t % 2;
+#pragma unroll
+        for (int r = 0; r < 2; r++) {
+            const int i = first_row() + g + 8 * r;
+            elem* const place = row_of(call.o, batch, h, row + i) + 8 * odd + t / 2 * 4;
+#pragma unroll
+            for (int s = 0; s < WIDTH / 16; s++) {
+                const unsigned left = word_of(O[8 * s + 2 * r], O[8 * s + 2 * r + 1]), right = word_of(O[8 * s + 2 * r + 4], O[8 * s + 2 * r + 5]);
+                const unsigned other = __shfl_xor_sync(WARP, odd ? left : right, 1);
+                if (i < stored && (WIDTH == DV || 16 * s + 8 * odd < DV))
+                    *(uint2*)(place + 16 * s) = odd ? make_uint2(other, right) : make_uint2(left, other);
             }
         }
     }
