@@ -185,7 +185,8 @@ WGMMA_FORWARD = {
     192: (WarpgroupForward(128, 128), WarpgroupForward(128, 96)),
     256: (WarpgroupForward(128, 80), WarpgroupForward(128, 64)),
 }
-WGMMA_REGISTERS = {2: (24, 240), 3: (32, 160), 4: (32, 112)}  # of a thread that copies, and of one that multiplies, by warpgroups
+# Of a thread that copies, and of one that multiplies, by warpgroups
+WGMMA_REGISTERS = {2: (24, 240), 3: (32, 160), 4: (32, 112)}
 
 
 @dataclass(frozen=True)
