@@ -324,7 +324,8 @@ struct Consumer {
         fence_products();
 #pragma unroll
         for (int s = 0; s < ceil_div(D, 16); s++)
-            multiply_ss<KEYS>((float(&)[KEYS / 2])S, moved(q, s / 4 * BR * SLAB_ROW + s % 4 * 32), moved(k, s / 4 * BC * SLAB_ROW + s % 4 * 32), s > 0);
+            multiply_ss<KEYS>((float(&)[KEYS / 2])S, moved(q, s / 4 * BR * SLAB_ROW + s % 4 * 32), moved(k, s / 4 * BC * SLAB_ROW + s % 4 * 32),
+                              s > 0);
         commit_products();
     }
 
