@@ -309,13 +309,6 @@ struct Consumer {
     // Where a mask hides more from some rows than from others, these are taken in turn: so warpgroups have as much to do.
     __device__ __forceinline__ void take_part(unsigned given) { part = (EVERY_OWN || ONE_HALF) && given % 2 ? CONSUMERS - 1 - group : group; }
 
-    __device__ __forceinline__ void clear_output()
-    {
-#pragma unroll
-        for (int x = 0; x < WIDTH / 2; x++)
-            O[x] = 0;
-    }
-
     // S = Q K^T of the first of the block's keys, begun
     template <int KEYS> __device__ __forceinline__ void begin_scores(unsigned slot, unsigned stage)
     {
@@ -385,8 +378,8 @@ struct Consumer {
     }
 
     // m, l -> those with these scores; S -> P = exp(S - m). Returned: has m changed, of any row of the warp? Then alpha is by how much what was
-    // summed so far counts.
-    template <int WAY, bool MASKED, int KEYS> __device__ __forceinline__ bool softmax(float (&alpha)[2])
+    // summed so far counts. FIRST: nothing was.
+    template <int WAY, bool MASKED, int KEYS, bool FIRST = false> __device__ __forceinline__ bool softmax(float (&alpha)[2])
     {
         const float c = unit[0];
         bool moves = false;
@@ -400,19 +393,25 @@ struct Consumer {
                 for (int x = 2 * r; x < KEYS / 2; x += x % 2 ? 3 : 1)
                     highest[r] = fmaxf(highest[r], S[x]);
                 highest[r] = fmaxf(highest[r], __shfl_xor_sync(WARP, highest[r], 1));
-                highest[r] = fmaxf(m[r], fmaxf(highest[r], __shfl_xor_sync(WARP, highest[r], 2)));
-                grows = grows || (WAY == CAREFULLY ? highest[r] > m[r] : (highest[r] - m[r]) * c > GROWTH);
+                highest[r] = fmaxf(highest[r], __shfl_xor_sync(WARP, highest[r], 2));
+                if constexpr (!FIRST) {
+                    highest[r] = fmaxf(m[r], highest[r]);
+                    grows = grows || (WAY == CAREFULLY ? highest[r] > m[r] : (highest[r] - m[r]) * c > GROWTH);
+                }
             }
-            moves = !__all_sync(WARP, !grows);
+            if constexpr (!FIRST)
+                moves = !__all_sync(WARP, !grows);
         }
 #pragma unroll
         for (int r = 0; r < 2; r++) {
             float shift = m[r];
             if constexpr (WAY != FIXED) {
-                const float now = moves ? highest[r] : m[r];
+                const float now = FIRST || moves ? highest[r] : m[r];
                 shift = now == -INFINITE ? 0.0f : now;  // a row that has seen no key: exp(-inf - 0) is 0
-                alpha[r] = moves ? exp2_approximately((m[r] - shift) * c) : 1.0f;
-                l[r] *= alpha[r];
+                if constexpr (!FIRST) {
+                    alpha[r] = moves ? exp2_approximately((m[r] - shift) * c) : 1.0f;
+                    l[r] *= alpha[r];
+                }
                 m[r] = now;
             } else if (MASKED && m[r] == -INFINITE) {
                 shift = 0.0f;
@@ -440,13 +439,15 @@ struct Consumer {
     template <int WAY, int KEYS> __device__ __forceinline__ void first_step(const Piece& piece, unsigned slot, int j0)
     {
         begin_scores<KEYS>(slot, n % STAGES);
-        clear_output();
+#pragma unroll
+        for (int x = 0; x < WIDTH / 2; x++)
+            O[x] = 0;
         await_products<0>();
         if (leads())
             arrive(&rest.empty_K[n % STAGES]);
         finish_scores<true, KEYS>(piece, j0);
         float alpha[2];
-        softmax<WAY, true, KEYS>(alpha);
+        softmax<WAY, true, KEYS, true>(alpha);
         narrow_P<KEYS>();
     }
 
@@ -502,10 +503,8 @@ struct Consumer {
                 j0 -= before * BC;
             }
         }
-        if (own == 0) {
-            clear_output();
+        if (own == 0)
             return;
-        }
         await(&rest.full_K[n % STAGES], n / STAGES & 1);
         if constexpr (ONE_HALF) {
             // Of a block on the diagonal, the upper rows see one half
@@ -612,7 +611,7 @@ struct Consumer {
                 // A row without a maximum has seen no key, or none with a finite score
                 const bool none = m[r] == -INFINITE, good = none ? total[r] == 0.0f : fabsf(m[r] * unit[0]) < MOST_SHIFT;
                 const bool bad = !(total[r] < MOST_SUM) | !(finite[2 * r] + finite[2 * r + 1] == 0.0f) | !good;
-                again = again | (bad & (first + g + 8 * r < rows));  // without a branch
+                again = again | (bad & (own > 0) & (first + g + 8 * r < rows));  // without a branch
             }
         }
 #pragma unroll
