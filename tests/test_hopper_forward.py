@@ -346,6 +346,13 @@ BROKEN = {
     "boxes into the next sequence": (
         ("PACKED ? first + WARP_ROWS <= stored : first < stored", "first < stored"), packed
     ),
+    "half a block where there is more": (("- 1 <= j0 + BC / 2", "- 1 <= j0 + BC"), plain(causal=True)),
+    "one column fewer": (("left < 2 ? left : 2", "left < 2 ? 0 : 2"), plain(causal=True, q_offset=97)),
+    "counts of other rows": (
+        ("int from = x * ROWS", "int from = (CONSUMERS - 1 - x) * ROWS"), plain(d=64, causal=True)
+    ),
+    "rows of a piece before": (("given % 2 ?", "(given + warp) % 2 ?"), plain(d=64, causal=True)),
+    "the same halves are exchanged": (("odd ? left : right", "odd ? right : left"), plain(Hq=1, Tq=100, d=256)),
     "the counter is not cleared": (("call.counters[0] = 0", "call.counters[0] = 1"), plain(causal=True)),
     "K is released before it was read": (
         ("await(&rest.full_K[k], n / STAGES & 1);\n", EARLY), plain(Hq=1, Tq=100)
