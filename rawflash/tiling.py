@@ -83,7 +83,7 @@ WGMMA_PIECES = 1 << 27  # pieces of work: each warp of each has a number
 WGMMA_SCALES = (1e-20, 1e20)
 WGMMA_SLAB = 64  # columns of 16 bits that lie together, see sm90/hopper.cuh
 WGMMA_ROWS = 64  # of a warpgroup
-WGMMA_REST = 2560  # bytes: barriers, what pieces of work are
+WGMMA_REST = 2688  # bytes: barriers, what pieces of work are
 WGMMA_PROCESSORS = 132  # of a device that was not asked
 WGMMA_FEWEST = 0.4  # pieces of work for each multiprocessor; with fewer, cuda/mma is faster, which shares keys out
 WGMMA_SECTION = 32 << 20  # bytes of K and V that stay in L2
@@ -155,7 +155,12 @@ class WarpgroupForward:
     stages : int
         K and V that are on chip at once.
     least : int
-        Rows of a head, of a band or of lengths, below which the next row of the table is faster.
+        Rows of a head below which the next row of the table is faster.
+    own : bool
+        Each warpgroup goes through those blocks of keys only that its rows see. Not with turns, of which all have to
+        take as many.
+    half : bool
+        Of a band, a warpgroup whose rows see only one half of the first block of keys has the scores of that half.
     """
 
     br: int
@@ -164,17 +169,24 @@ class WarpgroupForward:
     static: bool = True
     stages: int = 2
     least: int = 0
+    own: bool = False
+    half: bool = False
 
 
 # By columns of the wider of K and V, in slabs: the first that fits, or for softcap and ALiBi the last, which leaves
 # them registers
 WGMMA_FORWARD = {
-    64: (WarpgroupForward(192, 128, least=1536), WarpgroupForward(128, 128)),
-    128: (WarpgroupForward(128, 128),),
+    64: (
+        WarpgroupForward(192, 128, least=1536),
+        WarpgroupForward(256, 64, turns=False, stages=8, least=193, own=True),
+        WarpgroupForward(128, 128),
+    ),
+    128: (WarpgroupForward(128, 128, half=True),),
     192: (WarpgroupForward(128, 128), WarpgroupForward(128, 96)),
     256: (WarpgroupForward(128, 80), WarpgroupForward(128, 64)),
 }
-WGMMA_REGISTERS = {2: (24, 240), 3: (32, 160)}  # of a thread that copies, and of one that multiplies, by warpgroups
+# Of a thread that copies, and of one that multiplies, by warpgroups
+WGMMA_REGISTERS = {2: (24, 240), 3: (32, 160), 4: (32, 112)}
 
 
 @dataclass(frozen=True)
@@ -980,7 +992,7 @@ def _wgmma_forward(problem: Problem, chip: Chip) -> Tiles | None:
     for shape in shapes[-1:] if problem.softcap is not None or problem.alibi else shapes:
         br, bc = shape.br, shape.bc
         groups = br // WGMMA_ROWS
-        if uneven and problem.Tq < shape.least:
+        if problem.Tq < shape.least:
             continue
         for buffers, own in ((2, True), (2, False), (1, True), (1, False)):
             resident = [
@@ -995,6 +1007,7 @@ def _wgmma_forward(problem: Problem, chip: Chip) -> Tiles | None:
             ]
             constants = {
                 "Q_BUFFERS": buffers, "STAGES": shape.stages, "OWN_O": int(own), "TURNS": int(shape.turns),
+                "EVERY_OWN": int(shape.own), "HALF_FIRST": int(shape.half),
                 "STATIC_MAXIMUM": int(shape.static), "DYNAMIC": int(uneven),
                 "LOWER": int(lower is not None), "RAGGED": int(problem.ragged),
                 "PRODUCER_REGISTERS": WGMMA_REGISTERS[groups][0], "CONSUMER_REGISTERS": WGMMA_REGISTERS[groups][1],
@@ -1003,7 +1016,7 @@ def _wgmma_forward(problem: Problem, chip: Chip) -> Tiles | None:
                 br, bc, tuple(resident), chip.name, limit, IJ, family=WGMMA,
                 grid=min(processors, -(-problem.Tq // br) * problem.B * problem.Hq), constants=tuple(constants.items()),
             )  # fmt: skip
-            if tiles.smem_bytes <= limit and (own or to_dv <= to_d):
+            if tiles.smem_bytes <= limit:
                 return tiles
     return None
 

@@ -25,9 +25,11 @@
 #define __align__(n) __attribute__((aligned(n)))
 #define __launch_bounds__(...)
 
+struct uint2 { unsigned x, y; };
 struct uint4 { unsigned x, y, z, w; };
 struct float2 { float x, y; };
 struct float4 { float x, y, z, w; };
+inline uint2 make_uint2(unsigned x, unsigned y) { return {x, y}; }
 inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
 inline float2 make_float2(float x, float y) { return {x, y}; }
 inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
@@ -62,7 +64,7 @@ inline void __threadfence_block() {}
 
 // ---- fibers -------------------------------------------------------------------------------------------------------------
 
-constexpr unsigned MOST_THREADS = 512, LANES = 32;
+constexpr unsigned MOST_THREADS = 640, LANES = 32;
 constexpr size_t STACK = 512 << 10, MOST_SHARED = 256 << 10, WATCHED = 4096;
 __attribute__((aligned(1024))) unsigned char on_chip[MOST_SHARED + WATCHED];
 
@@ -252,6 +254,7 @@ inline float exp2_approximately(float x)
 }
 
 inline float least_or_nan(float x, float y) { return x != x || y != y ? NAN : x < y ? x : y; }
+inline float log2_approximately(float x) { return log2f(x); }
 inline float reciprocal_approximately(float x)
 {
     const float y = 1.0f / x;

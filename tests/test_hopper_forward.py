@@ -80,7 +80,7 @@ def normal(*shape):
     return lambda rng, dtype: (3 * rng.standard_normal(shape)).astype(dtype)
 
 
-#: Blocks have 192 rows at d = 64, else 128, and 128 keys; 80 at d = 256.
+#: Blocks have 256 rows and 64 keys at d = 64, else 128 and 128; 80 keys at d = 256.
 CALLS = {
     "whole blocks": dict(Tq=256, Tk=384, d=128),
     "one key": dict(Tq=17, Tk=1, d=64),
@@ -118,6 +118,23 @@ CALLS = {
 def test_calls(one, name):
     n = list(CALLS).index(name)
     one.check(make(dtype=("bfloat16", "float16")[n % 2], **CALLS[name]), small_on_device=n % 3 == 0)
+
+
+@pytest.mark.parametrize("options", [
+    dict(), dict(causal=True), dict(causal=True, q_offset=-70), dict(window=(70, 40)), dict(window=(3, None), Tk=700),
+    dict(kv_lengths=[250, 7], q_lengths=[400, 77]), dict(kv_lengths=[700, 300], causal=True, Tk=700),
+], ids=str)  # fmt: skip
+@pytest.mark.parametrize("row", [0, 1, 2])
+def test_all_shapes_at_64(one, monkeypatch, row, options):
+    """Whatever the length: the table goes by it."""
+    shape = replace(tiling.WGMMA_FORWARD[64][row], least=0)
+    monkeypatch.setitem(tiling.WGMMA_FORWARD, 64, (shape,))
+    one.check(make(**(dict(B=2, Hq=2, Tq=400, Tk=420, d=64, dtype=("bfloat16", "float16")[row % 2]) | options)))
+
+
+@pytest.mark.parametrize("offset", [0, 63, 64, 65, 127, 128])
+def test_half_of_the_block_on_the_diagonal(one, offset):
+    one.check(make(B=1, Hq=2, Tq=300, Tk=290, d=128, dtype="bfloat16", causal=True, q_offset=offset))
 
 
 def test_padding_is_never_read(here):
@@ -329,6 +346,13 @@ BROKEN = {
     "boxes into the next sequence": (
         ("PACKED ? first + WARP_ROWS <= stored : first < stored", "first < stored"), packed
     ),
+    "half a block where there is more": (("- 1 <= j0 + BC / 2", "- 1 <= j0 + BC"), plain(causal=True)),
+    "one column fewer": (("left < 2 ? left : 2", "left < 2 ? 0 : 2"), plain(causal=True, q_offset=97)),
+    "counts of other rows": (
+        ("int from = x * ROWS", "int from = (CONSUMERS - 1 - x) * ROWS"), plain(d=64, causal=True)
+    ),
+    "rows of a piece before": (("given % 2 ?", "(given + warp) % 2 ?"), plain(d=64, causal=True)),
+    "the same halves are exchanged": (("odd ? left : right", "odd ? right : left"), plain(Hq=1, Tq=100, d=256)),
     "the counter is not cleared": (("call.counters[0] = 0", "call.counters[0] = 1"), plain(causal=True)),
     "K is released before it was read": (
         ("await(&rest.full_K[k], n / STAGES & 1);\n", EARLY), plain(Hq=1, Tq=100)

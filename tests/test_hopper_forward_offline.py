@@ -26,8 +26,10 @@ RICH = dict(softcap=9.0, alibi_slopes=[0.5, 0.2, 0.1, 0.0] * 2, window=(300, 9),
 CASES = {
     "full": ("bfloat16", 128, 128, {}, 2),
     "full, 64": ("bfloat16", 64, 64, {}, 2),
+    "full, 64, long": ("bfloat16", 64, 64, {}, 2),
     "causal": ("bfloat16", 128, 128, dict(causal=True), 3),
     "causal, 64": ("bfloat16", 64, 64, dict(causal=True), 3),
+    "causal, 64, long": ("bfloat16", 64, 64, dict(causal=True), 3),
     "float16": ("float16", 128, 128, {}, 2),
     "float16, causal, 64": ("float16", 64, 64, dict(causal=True), 3),
     "window": ("bfloat16", 128, 128, dict(window=(300, 9)), 4),
@@ -43,7 +45,6 @@ CASES = {
     "256": ("bfloat16", 256, 256, {}, 2),
     "float16, causal, 256": ("float16", 256, 256, dict(causal=True), 3),
 }  # fmt: skip
-MAY_SPILL = {"256": 16, "float16, causal, 256": 4}  # bytes, where pieces begin and end
 
 
 @cache
@@ -53,7 +54,8 @@ def assembled(name):
     dtype, d, dv, options, _ = CASES[name]
     packed, device = "cu_seqlens_q" in options, Device("sm_90a")
     lead = () if packed else (B,)
-    q, k, v = (Array((*lead, h, T, n), DTYPES[dtype]) for h, n in ((HQ, d), (HKV, d), (HKV, dv)))
+    rows = 2 * T if "long" in name else T
+    q, k, v = (Array((*lead, h, rows, n), DTYPES[dtype]) for h, n in ((HQ, d), (HKV, d), (HKV, dv)))
     with device.current():
         (rf.attention_varlen if packed else rf.attention)(q, k, v, **options)
     (program,) = device.programs
@@ -98,7 +100,7 @@ def test_nothing_is_spilled_or_serialised(name):
     used = compiler.usage(log)["fa2_forward"]
     threads, _ = program.launched["fa2_forward"]
     assert used["registers"] * threads <= 65536
-    assert max(used["spill_stores"], used["spill_loads"]) <= MAY_SPILL.get(name, 0)
+    assert max(used["spill_stores"], used["spill_loads"]) == 0
     warnings = re.findall(r"C75\d\d.*", log)
     assert not warnings
 

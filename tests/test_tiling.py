@@ -528,6 +528,19 @@ def test_blocks_of_warpgroups(d, dv, shape, buffers, own):
         assert "wgmma" in str(tiles) and "tensor maps" in str(tiles)
 
 
+@pytest.mark.parametrize("more", [dict(), dict(causal=True), dict(window=(3, 5)), dict(ragged=True)])
+def test_short_heads_have_blocks_of_their_own(more):
+    for rows, shape in ((128, (128, 128)), (192, (128, 128)), (193, (256, 64)), (1535, (256, 64)), (1536, (192, 128))):
+        tiles = on_warpgroups(d=64, dv=64, Tq=rows, Tk=rows, B=64, **more)
+        assert (tiles.br, tiles.bc) == shape
+        constants = dict(tiles.constants)
+        assert constants["EVERY_OWN"] == (shape == (256, 64)) != constants["TURNS"]
+        assert tiles.smem_bytes <= chip("sm_90").on_chip_bytes
+        entering = 65536 // (tiles.br * 2 + 128) // 8 * 8
+        taken = constants["PRODUCER_REGISTERS"] + tiles.br // 64 * constants["CONSUMER_REGISTERS"]
+        assert taken <= (tiles.br // 64 + 1) * entering
+
+
 def test_what_leaves_more_registers_for_options():
     for option in (dict(alibi=True), dict(softcap=3.0)):
         assert [on_warpgroups(d=d, dv=d, **option).bc for d in (64, 128, 192, 256)] == [128, 128, 96, 64]

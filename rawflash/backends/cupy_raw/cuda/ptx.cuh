@@ -25,6 +25,14 @@ __device__ __forceinline__ float exp2_approximately(float x)
     return y;
 }
 
+// The logarithm to base 2 of a normal number, to 2^-22: of itself, between 1/2 and 2 of 1.
+__device__ __forceinline__ float log2_approximately(float x)
+{
+    float y;
+    asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
 // 1 / x, to 1 unit in the last place; of more than 2^126 it is 0.
 __device__ __forceinline__ float reciprocal_approximately(float x)
 {

@@ -3,8 +3,8 @@
 // A block of threads takes piece after piece: Br rows of one query head. Its first warpgroup has one thread that begins copies; each of the others
 // owns 64 of the rows. Q blocks outside, K/V blocks inside, from the last keys to the first; O, m and l stay in registers and are written once.
 //
-// On chip:  Q (Br, d), Q_BUFFERS of them; K (Bc, d) and V (Bc, dv), STAGES of each; O (Br, dv) on its way out, in Q's place where there is no room
-// for it (OWN_O is 0); the barriers and what pieces are. In registers S, P (64, Bc) and O (64, dv) of a warpgroup, m, l.
+// On chip:  Q (Br, d), Q_BUFFERS of them; K (Bc, d) and V (Bc, dv), STAGES of each; O (Br, dv) on its way out, which where there is no room for it
+// (OWN_O is 0) leaves from registers; the barriers and what pieces are. In registers S, P (64, Bc) and O (64, dv) of a warpgroup, m, l.
 // Read per step: K_j and V_j, up to STAGES steps ahead. Written once: O_i, lse_i.
 //
 // A step begins S_j = Q K_j^T and O += P_{j-1} V_{j-1}, waits for the first, and takes the exponentials of S_j while the second runs. Where TURNS
@@ -34,7 +34,8 @@ constexpr int V_BYTES = BC * SLABS_V * SLAB_ROW, O_BYTES = BR * SLABS_V * SLAB_R
 constexpr int AT_K = Q_BUFFERS * Q_BYTES, AT_V = AT_K + STAGES * K_BYTES, AT_O = AT_V + STAGES * V_BYTES;
 constexpr int AT_REST = AT_O + OWN_O * O_BYTES;
 static_assert(BR % ROWS == 0 && BC % 16 == 0 && K_BYTES % SLAB_ALIGNMENT == 0, "rows of products, slabs");
-static_assert(OWN_O || SLABS_V <= SLABS_D, "O in Q's place");
+static_assert(BC / 4 <= 32, "a bit for each column of a thread");
+constexpr bool ONE_HALF = BAND && HALF_FIRST && !EVERY_OWN;
 constexpr bool STATIC = STATIC_MAXIMUM && TYPE == BFLOAT16;
 constexpr float MOST_SHIFT = 16777216.0f;  // 2^24 powers of two: up to there m, multiplied by the scale, is rounded by 1/2 at most
 // Columns of O: the fewest that there is a product for.
@@ -45,8 +46,15 @@ constexpr float GROWTH = 8.0f;                       // of a maximum, in powers 
 constexpr int FAR = 1 << 30;                         // farther than any key
 constexpr int FIRST_TURN = 1, FIRST_OWN = 8;         // barriers: of the turns, of a warpgroup
 constexpr unsigned NONE = ~0u;
+constexpr float LN2 = 0.6931471805599453f;
 // tanh(x) = x + TANH_3 x^3 + ... + TANH_9 x^9 up to TANH_NEAR, to 2e-7 of it
 constexpr float TANH_NEAR = 0.6f, TANH_3 = -0.333326221f, TANH_5 = 0.133135423f, TANH_7 = -0.0522322804f, TANH_9 = 0.0156423785f;
+
+// Which blocks of keys some rows see.
+struct alignas(16) Steps {
+    int before, count;  // those of the piece that come before, and are not seen; those that are, or some of
+    int exact, plain;   // those at the beginning that give the maximum, some of them to be masked; then those that all rows see all of
+};
 
 // A piece of work, for the warpgroups: what it is, and which blocks of keys in which order. Numbers of keys are relative to the sequence.
 struct alignas(16) Piece {
@@ -55,7 +63,7 @@ struct alignas(16) Piece {
     int k_head, k_row;     // where key 0 lies
     int rows, stored;      // rows of the block that are the sequence's, and that are written
     int blocks;            // of keys
-    int exact, plain;      // those at the beginning that give the maximum, some of them to be masked; then those that all rows see all of
+    Steps steps[EVERY_OWN ? CONSUMERS : 1];  // of ROWS each, or of all
     int start;             // first key of the first block
     int keys;              // end of the sequence
     int lower, upper;      // row r sees the keys lower + r <= j < upper + r
@@ -75,6 +83,26 @@ static_assert(AT_REST + sizeof(Rest) <= TILE_BYTES, "what the plan says");
 __device__ __forceinline__ int within(int x, int most) { return x < 0 ? 0 : x < most ? x : most; }
 
 __device__ __forceinline__ unsigned pieces_of(const Call& call) { return (unsigned)(call.blocks * call.B * call.Hq); }
+
+// The rows from `from` to before `to`, of which row r sees the keys lower + r <= j < upper + r. `first` is the number of the piece's first block;
+// `none`, how many that has, are before what sees nothing.
+__device__ __forceinline__ Steps steps_of(int lower, int upper, int keys, int from, int to, int first, int none)
+{
+    // The keys from low to high; the first row's last one is before `seen`, the last row's first one is at `whole`
+    int low = 0, high = from < to ? keys : 0, seen = high, whole = 0;
+    if constexpr (BAND) {
+        low = within(lower + from, high);
+        whole = within(lower + to - 1, high);
+        seen = within(upper + from, high);
+        high = within(upper + to - 1, high);
+    }
+    if (low >= high)
+        return {none, 0, 0, 0};
+    const int end = low / BC, begin = (high - 1) / BC, gives = seen > 0 ? (seen - 1) / BC : 0;
+    const int exact = begin - (gives > end ? gives : end) + 1;
+    const int plain = begin - exact + 1 - (whole + BC - 1) / BC;  // blocks that begin after `whole`
+    return {first - begin, begin - end + 1, exact, plain > 0 ? plain : 0};
+}
 
 // What the next lines need is read again: few registers are left to the warpgroup that copies.
 __device__ __forceinline__ void forget() { asm volatile("" ::: "memory"); }
@@ -126,35 +154,33 @@ __device__ __forceinline__ bool describe(volatile Piece& piece, const Call& call
     piece.k_row = k_start;
     piece.keys = keys;
 
-    // The keys from low to high; row 0's last one is before `seen`, the last row's first one is at `whole`
-    const int rows = piece.rows;
-    int low = 0, high = rows > 0 ? keys : 0, seen = high, whole = 0;
+    int lower = 0, upper = 0;
     if constexpr (BAND || ALIBI) {
         const long long given = call.offset_given ? call.offset : keys - length;
         const long long position = i0 + clamp(entry(call.q_offset, b, given), -FARTHEST, FARTHEST);
         piece.position = position;
         if constexpr (BAND) {
-            const int lower = (int)clamp(position + call.band_lower, -FAR, FAR), upper = (int)clamp(position + call.band_upper + 1, -FAR, FAR);
-            piece.lower = lower;
-            piece.upper = upper;
-            low = within(lower, high);
-            whole = within(lower + rows - 1, high);
-            seen = within(upper, high);
-            high = within(upper + rows - 1, high);
+            piece.lower = lower = (int)clamp(position + call.band_lower, -FAR, FAR);
+            piece.upper = upper = (int)clamp(position + call.band_upper + 1, -FAR, FAR);
         }
     }
     forget();
-    int count = 0, exact = 0, plain = 0;
-    if (low < high) {
-        const int first = low / BC, last = (high - 1) / BC, gives = seen > 0 ? (seen - 1) / BC : 0;
-        piece.start = last * BC;
-        count = last - first + 1;
-        exact = last - (gives > first ? gives : first) + 1;
-        plain = last - exact + 1 - (whole + BC - 1) / BC;  // blocks that begin after `whole`
+    const int rows = piece.rows;
+    int low = 0, high = rows > 0 ? keys : 0;  // the keys that some row sees
+    if constexpr (BAND)
+        low = within(lower, high), high = within(upper + rows - 1, high);
+    const int last = (high - 1) / BC, blocks_of_keys = low < high ? last - low / BC + 1 : 0;
+    piece.start = last * BC;
+    piece.blocks = blocks_of_keys;
+    if constexpr (BAND || EVERY_OWN) {
+#pragma unroll
+        for (int x = 0; x < (EVERY_OWN ? CONSUMERS : 1); x++) {
+            const int from = x * ROWS, to = EVERY_OWN && from + ROWS < rows ? from + ROWS : rows;
+            const Steps steps = steps_of(lower, upper, keys, from, to, last, blocks_of_keys);
+            volatile Steps& place = piece.steps[x];
+            place.before = steps.before, place.count = steps.count, place.exact = steps.exact, place.plain = steps.plain;
+        }
     }
-    piece.blocks = count;
-    piece.exact = exact;
-    piece.plain = plain > 0 ? plain : 0;
     return true;
 }
 
@@ -258,7 +284,9 @@ struct Consumer {
     unsigned char* const on_chip;
     Rest& rest;
     const int group, warp, lane;  // warpgroup, warp of it
+    int part;                     // which ROWS of a piece it has
     unsigned n;                   // blocks of keys so far
+    int own, behind;              // of a piece: blocks that its rows see any of, and those behind them
     float O[WIDTH / 2], S[BC / 2], m[2], l[2];
     unsigned P[BC / 16][4];
     float unit[PLAIN ? 1 : 3];  // of a score in powers of two; of a product in scores, or in caps; the cap
@@ -276,17 +304,21 @@ struct Consumer {
     }
 
     __device__ __forceinline__ bool leads() const { return threadIdx.x % WARPGROUP == 0; }
-    __device__ __forceinline__ int first_row() const { return group * ROWS + warp * WARP_ROWS; }
+    __device__ __forceinline__ int first_row() const { return part * ROWS + warp * WARP_ROWS; }
 
-    // S = Q K^T, begun
-    __device__ __forceinline__ void begin_scores(unsigned slot, unsigned stage)
+    // Where a mask hides more from some rows than from others, these are taken in turn: so warpgroups have as much to do.
+    __device__ __forceinline__ void take_part(unsigned given) { part = (EVERY_OWN || ONE_HALF) && given % 2 ? CONSUMERS - 1 - group : group; }
+
+    // S = Q K^T of the first of the block's keys, begun
+    template <int KEYS> __device__ __forceinline__ void begin_scores(unsigned slot, unsigned stage)
     {
-        const unsigned long long q = moved(factor(on_chip), slot * Q_BYTES + group * ROWS * SLAB_ROW);
+        const unsigned long long q = moved(factor(on_chip), slot * Q_BYTES + part * ROWS * SLAB_ROW);
         const unsigned long long k = moved(factor(on_chip + AT_K), stage * K_BYTES);
         fence_products();
 #pragma unroll
         for (int s = 0; s < ceil_div(D, 16); s++)
-            multiply_ss<BC>(S, moved(q, s / 4 * BR * SLAB_ROW + s % 4 * 32), moved(k, s / 4 * BC * SLAB_ROW + s % 4 * 32), s > 0);
+            multiply_ss<KEYS>((float(&)[KEYS / 2])S, moved(q, s / 4 * BR * SLAB_ROW + s % 4 * 32), moved(k, s / 4 * BC * SLAB_ROW + s % 4 * 32),
+                              s > 0);
         commit_products();
     }
 
@@ -301,8 +333,15 @@ struct Consumer {
         commit_products();
     }
 
+    // Of a thread's columns, which are 0, 1, 8, 9, 16, ..., those below `end`: bits.
+    static __device__ __forceinline__ unsigned columns_before(int end)
+    {
+        const int left = end & 7, count = within((end >> 3) * 2 + (left < 2 ? left : 2), BC / 4);
+        return count == 0 ? 0 : ~0u >> (32 - count);
+    }
+
     // Products -> scores, where these are not multiples of them; keys that a row does not see get -inf.
-    template <bool MASKED> __device__ __forceinline__ void finish_scores(const Piece& piece, int j0)
+    template <bool MASKED, int KEYS> __device__ __forceinline__ void finish_scores(const Piece& piece, int j0)
     {
         const int g = lane / 4, t = lane % 4;
         if constexpr (!PLAIN) {
@@ -310,7 +349,7 @@ struct Consumer {
             for (int r = 0; r < 2; r++) {
                 const float distance = ALIBI ? (float)(piece.position + first_row() + g + 8 * r - j0 - 2 * t) : 0.0f;
 #pragma unroll
-                for (int x = 2 * r; x < BC / 2; x += x % 2 ? 3 : 1) {
+                for (int x = 2 * r; x < KEYS / 2; x += x % 2 ? 3 : 1) {
                     float score = S[x] * unit[1];
                     if constexpr (SOFTCAP)
                         score = unit[2] * branchless_tanh(score);
@@ -327,21 +366,20 @@ struct Consumer {
                 int end = piece.keys;
                 if constexpr (BAND)
                     end = piece.upper + row < end ? piece.upper + row : end;
-                end -= from;
-                const int first = piece.lower + row - from;
+                unsigned seen = columns_before(end - from);  // a bit for each column of the thread
+                if constexpr (LOWER)
+                    seen &= ~columns_before(piece.lower + row - from);
 #pragma unroll
-                for (int x = 2 * r; x < BC / 2; x += x % 2 ? 3 : 1) {
-                    const int column = x / 4 * 8 + x % 2;
-                    if (column >= end || (LOWER && column < first))
+                for (int x = 2 * r; x < KEYS / 2; x += x % 2 ? 3 : 1)
+                    if (!(seen >> (x / 4 * 2 + x % 2) & 1))
                         S[x] = -INFINITE;
-                }
             }
         }
     }
 
     // m, l -> those with these scores; S -> P = exp(S - m). Returned: has m changed, of any row of the warp? Then alpha is by how much what was
-    // summed so far counts.
-    template <int WAY, bool MASKED> __device__ __forceinline__ bool softmax(float (&alpha)[2])
+    // summed so far counts. FIRST: nothing was.
+    template <int WAY, bool MASKED, int KEYS, bool FIRST = false> __device__ __forceinline__ bool softmax(float (&alpha)[2])
     {
         const float c = unit[0];
         bool moves = false;
@@ -352,29 +390,35 @@ struct Consumer {
             for (int r = 0; r < 2; r++) {
                 highest[r] = S[2 * r];
 #pragma unroll
-                for (int x = 2 * r; x < BC / 2; x += x % 2 ? 3 : 1)
+                for (int x = 2 * r; x < KEYS / 2; x += x % 2 ? 3 : 1)
                     highest[r] = fmaxf(highest[r], S[x]);
                 highest[r] = fmaxf(highest[r], __shfl_xor_sync(WARP, highest[r], 1));
-                highest[r] = fmaxf(m[r], fmaxf(highest[r], __shfl_xor_sync(WARP, highest[r], 2)));
-                grows = grows || (WAY == CAREFULLY ? highest[r] > m[r] : (highest[r] - m[r]) * c > GROWTH);
+                highest[r] = fmaxf(highest[r], __shfl_xor_sync(WARP, highest[r], 2));
+                if constexpr (!FIRST) {
+                    highest[r] = fmaxf(m[r], highest[r]);
+                    grows = grows || (WAY == CAREFULLY ? highest[r] > m[r] : (highest[r] - m[r]) * c > GROWTH);
+                }
             }
-            moves = !__all_sync(WARP, !grows);
+            if constexpr (!FIRST)
+                moves = !__all_sync(WARP, !grows);
         }
 #pragma unroll
         for (int r = 0; r < 2; r++) {
             float shift = m[r];
             if constexpr (WAY != FIXED) {
-                const float now = moves ? highest[r] : m[r];
+                const float now = FIRST || moves ? highest[r] : m[r];
                 shift = now == -INFINITE ? 0.0f : now;  // a row that has seen no key: exp(-inf - 0) is 0
-                alpha[r] = moves ? exp2_approximately((m[r] - shift) * c) : 1.0f;
-                l[r] *= alpha[r];
+                if constexpr (!FIRST) {
+                    alpha[r] = moves ? exp2_approximately((m[r] - shift) * c) : 1.0f;
+                    l[r] *= alpha[r];
+                }
                 m[r] = now;
             } else if (MASKED && m[r] == -INFINITE) {
                 shift = 0.0f;
             }
             const float shifted = shift * c;
 #pragma unroll
-            for (int x = 2 * r; x < BC / 2; x += x % 2 ? 3 : 1) {
+            for (int x = 2 * r; x < KEYS / 2; x += x % 2 ? 3 : 1) {
                 S[x] = exp2_approximately(WAY == CAREFULLY ? (S[x] - shift) * c : fmaf(S[x], c, -shifted));
                 l[r] += S[x];
             }
@@ -382,13 +426,29 @@ struct Consumer {
         return moves;
     }
 
-    __device__ __forceinline__ void narrow_P()
+    template <int KEYS> __device__ __forceinline__ void narrow_P()
     {
 #pragma unroll
         for (int s = 0; s < BC / 16; s++)
 #pragma unroll
             for (int x = 0; x < 4; x++)
-                P[s][x] = word_of(S[8 * s + 2 * x], S[8 * s + 2 * x + 1]);
+                P[s][x] = s < KEYS / 16 ? word_of(S[8 * s + 2 * x], S[8 * s + 2 * x + 1]) : 0;
+    }
+
+    // What of a piece gives the maximum first: S_j and P_j of the last block of keys.
+    template <int WAY, int KEYS> __device__ __forceinline__ void first_step(const Piece& piece, unsigned slot, int j0)
+    {
+        begin_scores<KEYS>(slot, n % STAGES);
+#pragma unroll
+        for (int x = 0; x < WIDTH / 2; x++)
+            O[x] = 0;
+        await_products<0>();
+        if (leads())
+            arrive(&rest.empty_K[n % STAGES]);
+        finish_scores<true, KEYS>(piece, j0);
+        float alpha[2];
+        softmax<WAY, true, KEYS, true>(alpha);
+        narrow_P<KEYS>();
     }
 
     // A step but the first: S_j and O += P_{j-1} V_{j-1}.
@@ -398,7 +458,7 @@ struct Consumer {
         await(&rest.full_K[k], n / STAGES & 1);
         if constexpr (TURNS)
             meet(FIRST_TURN + group, 2 * WARPGROUP);
-        begin_scores(slot, k);
+        begin_scores<BC>(slot, k);
         await(&rest.full_V[v], (n - 1) / STAGES & 1);
         begin_output(v);
         if constexpr (TURNS)
@@ -406,9 +466,9 @@ struct Consumer {
         await_products<1>();  // S_j is there, and nobody reads K_j
         if (leads())
             arrive(&rest.empty_K[k]);
-        finish_scores<MASKED>(piece, j0);
+        finish_scores<MASKED, BC>(piece, j0);
         float alpha[2];
-        const bool moves = softmax<WAY, MASKED>(alpha);
+        const bool moves = softmax<WAY, MASKED, BC>(alpha);
         // The assembler moves arithmetic across a wait, but not what is stored: so the exponentials are taken before it
         *(volatile float*)&rest.pin[threadIdx.x - WARPGROUP] = l[0] + l[1];
         await_products<0>();
@@ -419,7 +479,7 @@ struct Consumer {
             for (int x = 0; x < WIDTH / 2; x++)
                 O[x] *= alpha[x / 2 % 2];
         }
-        narrow_P();
+        narrow_P<BC>();
         n++;
     }
 
@@ -428,40 +488,48 @@ struct Consumer {
     {
         constexpr int EXACT = AGAIN ? CAREFULLY : MOVING, PLAINLY = STATIC ? FIXED : MOVING;
 #pragma unroll
-        for (int x = 0; x < WIDTH / 2; x++)
-            O[x] = 0;
-#pragma unroll
         for (int r = 0; r < 2; r++)
             m[r] = -INFINITE, l[r] = 0;
-        const int blocks = __shfl_sync(WARP, piece.blocks, 0);
-        if (blocks == 0)
+        own = __shfl_sync(WARP, piece.blocks, 0);
+        int j0 = piece.start, exact = 1, plain = own - 1;
+        if constexpr (BAND || EVERY_OWN) {
+            const Steps& steps = piece.steps[EVERY_OWN ? part : 0];
+            exact = __shfl_sync(WARP, steps.exact, 0), plain = __shfl_sync(WARP, steps.plain, 0);
+            if constexpr (EVERY_OWN) {
+                const int blocks = own, before = __shfl_sync(WARP, steps.before, 0);
+                own = __shfl_sync(WARP, steps.count, 0);
+                behind = blocks - before - own;
+                pass_over(before);
+                j0 -= before * BC;
+            }
+        }
+        if (own == 0)
             return;
-        int j0 = piece.start;
         await(&rest.full_K[n % STAGES], n / STAGES & 1);
-        begin_scores(slot, n % STAGES);
-        await_products<0>();
-        if (leads())
-            arrive(&rest.empty_K[n % STAGES]);
-        finish_scores<true>(piece, j0);
-        float alpha[2];
-        softmax<EXACT, true>(alpha);
-        narrow_P();
+        if constexpr (ONE_HALF) {
+            // Of a block on the diagonal, the upper rows see one half
+            if (__shfl_sync(WARP, piece.upper + (part + 1) * ROWS - 1 <= j0 + BC / 2, 0))
+                first_step<EXACT, BC / 2>(piece, slot, j0);
+            else
+                first_step<EXACT, BC>(piece, slot, j0);
+        } else {
+            first_step<EXACT, BC>(piece, slot, j0);
+        }
         if constexpr (RAGGED || PACKED)
-            clear_values(piece);
+            clear_values(piece, j0);
         n++;
 
         if constexpr (AGAIN) {
-            for (int j = blocks - 1; j > 0; j--)
+            for (int j = own - 1; j > 0; j--)
                 step<EXACT, true>(piece, slot, j0 -= BC);
         } else {
-            const int plain = __shfl_sync(WARP, piece.plain, 0), exact = __shfl_sync(WARP, piece.exact, 0);
             if constexpr (BAND)
                 for (int j = exact - 1; j > 0; j--)
                     step<EXACT, true>(piece, slot, j0 -= BC);
             for (int j = plain; j > 0; j--)
                 step<PLAINLY, false>(piece, slot, j0 -= BC);
             if constexpr (LOWER)
-                for (int j = blocks - exact - plain; j > 0; j--)
+                for (int j = own - exact - plain; j > 0; j--)
                     step<PLAINLY, true>(piece, slot, j0 -= BC);
         }
         const unsigned v = (n - 1) % STAGES;
@@ -469,10 +537,31 @@ struct Consumer {
         begin_output(v);
     }
 
-    // The rows of the first V that are not the sequence's: 0 times what lies there may be NaN.
-    __device__ __forceinline__ void clear_values(const Piece& piece)
+    // Blocks of keys that others of the piece see: their copies are awaited, so that a barrier is never more than a phase ahead.
+    __device__ __forceinline__ void pass_over(int blocks)
     {
-        const int end = piece.keys - piece.start;
+        if (blocks <= 0)
+            return;
+        if (warp == 0) {
+#pragma unroll 1
+            for (unsigned x = n; x != n + blocks; x++) {
+                const unsigned stage = x % STAGES;
+                await(&rest.full_K[stage], x / STAGES & 1);
+                await(&rest.full_V[stage], x / STAGES & 1);
+                if (lane == 0) {
+                    arrive(&rest.empty_K[stage]);
+                    arrive(&rest.empty_V[stage]);
+                }
+            }
+        }
+        n += blocks;
+        meet(FIRST_OWN + group, WARPGROUP);  // the other warps know that, too
+    }
+
+    // The rows of the first V that are not the sequence's: 0 times what lies there may be NaN.
+    __device__ __forceinline__ void clear_values(const Piece& piece, int j0)
+    {
+        const int end = piece.keys - j0;
         if (end >= BC)
             return;
         const unsigned stage = n % STAGES;
@@ -491,75 +580,92 @@ struct Consumer {
     {
         // What is needed of the piece: its place may be another's when Q is released
         const unsigned number = piece.number;
-        const int batch = piece.batch, h = piece.head, row = piece.row, rows = piece.rows, stored = piece.stored, blocks = piece.blocks;
-        if constexpr (OWN_O) {
-            __syncwarp();
-            if (lane == 0)
-                arrive(&rest.empty_Q[slot]);
-        }
+        const int batch = piece.batch, h = piece.head, row = piece.row, rows = piece.rows, stored = piece.stored;
+        __syncwarp();
+        if (lane == 0)
+            arrive(&rest.empty_Q[slot]);
         await_products<0>();
-        if (blocks && leads())
+        if (own && leads())
             arrive(&rest.empty_V[(n - 1) % STAGES]);
-        if constexpr (!OWN_O)
-            meet(FIRST_OWN + group, WARPGROUP);  // no warp reads Q any more
+        if constexpr (EVERY_OWN)
+            pass_over(behind);
 
         const int g = lane / 4, t = lane % 4, first = first_row();
-        float factor[2], lse[2];
-        bool again = false;
+        float total[2], factor[2], lse[2];
+        bool again = false, empty = false;
         Head at = {};
         at.h = h;
 #pragma unroll
-        for (int r = 0; r < 2; r++) {
-            const int i = first + g + 8 * r;
-            float total = l[r];
-            total += __shfl_xor_sync(WARP, total, 1);
-            total += __shfl_xor_sync(WARP, total, 2);
-            if constexpr (!AGAIN) {
-                float finite = 0;
+        for (int r = 0; r < 2; r++)
+            total[r] = l[r] + __shfl_xor_sync(WARP, l[r], 1);
 #pragma unroll
-                for (int x = 2 * r; x < WIDTH / 2; x += x % 2 ? 3 : 1)
-                    finite = fmaf(O[x], 0.0f, finite);
+        for (int r = 0; r < 2; r++)
+            total[r] += __shfl_xor_sync(WARP, total[r], 2);
+        if constexpr (!AGAIN) {
+            float finite[4] = {};
+#pragma unroll
+            for (int x = 0; x < WIDTH / 2; x++)
+                finite[x % 4] = fmaf(O[x], 0.0f, finite[x % 4]);
+#pragma unroll
+            for (int r = 0; r < 2; r++) {
                 // A row without a maximum has seen no key, or none with a finite score
-                const bool good = m[r] == -INFINITE ? total == 0.0f : fabsf(m[r] * unit[0]) < MOST_SHIFT;
-                again = again || (i < rows && !(total < MOST_SUM && finite == 0.0f && good));
+                const bool none = m[r] == -INFINITE, good = none ? total[r] == 0.0f : fabsf(m[r] * unit[0]) < MOST_SHIFT;
+                const bool bad = !(total[r] < MOST_SUM) | !(finite[2 * r] + finite[2 * r + 1] == 0.0f) | !good;
+                again = again | (bad & (own > 0) & (first + g + 8 * r < rows));  // without a branch
             }
-            lse[r] = -INFINITE, factor[r] = 0;
-            if (i < rows) {
-                factor[r] = finish_row(call, at, PLAIN ? m[r] * (float)call.scale : m[r], total, lse[r]);
-                if (total == 0.0f)
-                    factor[r] = 0;
-            }
-            const bool empty = i >= rows || total == 0.0f;
-#pragma unroll
-            for (int x = 2 * r; x < WIDTH / 2; x += x % 2 ? 3 : 1)
-                O[x] = empty ? 0.0f : O[x] * factor[r];
         }
+#pragma unroll
+        for (int r = 0; r < 2; r++) {
+            const float highest = PLAIN ? m[r] * (float)call.scale : m[r];
+            const bool none = first + g + 8 * r >= rows || total[r] == 0.0f;
+            empty = empty || none;
+            if constexpr (SINKS) {
+                float sum = total[r];
+                factor[r] = finish_row(call, at, highest, sum, lse[r]);
+                if (first + g + 8 * r >= rows)
+                    lse[r] = -INFINITE;
+            } else {
+                factor[r] = reciprocal_approximately(total[r]);
+                lse[r] = none ? -INFINITE : fmaf(log2_approximately(total[r]), LN2, highest);
+            }
+        }
+        if (!__all_sync(WARP, !empty)) {
+#pragma unroll
+            for (int r = 0; r < 2; r++)
+                if (first + g + 8 * r >= rows || total[r] == 0.0f) {
+                    factor[r] = 0;
+#pragma unroll
+                    for (int x = 2 * r; x < WIDTH / 2; x += x % 2 ? 3 : 1)
+                        O[x] = 0;
+                }
+        }
+#pragma unroll
+        for (int x = 0; x < WIDTH / 2; x++)
+            O[x] *= factor[x / 2 % 2];
         if (!AGAIN && !__all_sync(WARP, !again)) {
             if (lane == 0 && atomicExch(&rest.last_again, number) != number) {
                 const unsigned entry = number * WARPS + group * 4 + warp;
                 call.again[entry] = atomicExch(&rest.first_again, entry);
             }
-            if constexpr (!OWN_O) {
-                __syncwarp();
-                if (lane == 0)
-                    arrive(&rest.empty_Q[slot]);
-            }
             return;
         }
-        if (t == 0) {
-#pragma unroll
-            for (int r = 0; r < 2; r++)
-                if (first + g + 8 * r < stored)
-                    store_lse(call, batch, h, row + first + g + 8 * r, lse[r]);
+        if (t == 0 && call.lse.data) {
+            float* const place = row_of(call.lse, batch, h, row + first + g);
+            if (first + g < stored)
+                place[0] = lse[0];
+            if (first + g + 8 < stored)
+                place[8 * call.lse.row] = lse[1];
         }
 
-        // To shared memory, where copies find it
-        unsigned char* const tile = on_chip + (OWN_O ? AT_O : slot * Q_BYTES);
-        if constexpr (OWN_O) {
-            if (lane == 0)
-                await_stores_read<0>();
-            __syncwarp();
+        if constexpr (!OWN_O) {
+            store_output(batch, h, row, stored);
+            return;
         }
+        // To shared memory, where copies find it
+        unsigned char* const tile = on_chip + AT_O + (group - part) * ROWS * SLAB_ROW;
+        if (lane == 0)
+            await_stores_read<0>();
+        __syncwarp();
 #pragma unroll
         for (int s = 0; s < WIDTH / 16; s++) {
             const int slab = s / 4, piece_of_row = s % 4 * 2 + lane / 16;
@@ -583,11 +689,22 @@ struct Consumer {
                         *(const uint4*)(tile + of_row / 8 * BR * SLAB_ROW + first * SLAB_ROW + in_slab(i, of_row % 8));
             }
         }
-        if constexpr (!OWN_O) {
-            __syncwarp();
-            if (lane == 0) {
-                await_stores_read<0>();
-                arrive(&rest.empty_Q[slot]);
+    }
+
+    // O from registers: of every 16 columns two lanes have eight each, of which they exchange halves, so that a row's part is 32 bytes.
+    __device__ __forceinline__ void store_output(int batch, int h, int row, int stored)
+    {
+        const int g = lane / 4, t = lane % 4, odd = t % 2;
+#pragma unroll
+        for (int r = 0; r < 2; r++) {
+            const int i = first_row() + g + 8 * r;
+            elem* const place = row_of(call.o, batch, h, row + i) + 8 * odd + t / 2 * 4;
+#pragma unroll
+            for (int s = 0; s < WIDTH / 16; s++) {
+                const unsigned left = word_of(O[8 * s + 2 * r], O[8 * s + 2 * r + 1]), right = word_of(O[8 * s + 2 * r + 4], O[8 * s + 2 * r + 5]);
+                const unsigned other = __shfl_xor_sync(WARP, odd ? left : right, 1);
+                if (i < stored && (WIDTH == DV || 16 * s + 8 * odd < DV))
+                    *(uint2*)(place + 16 * s) = odd ? make_uint2(other, right) : make_uint2(left, other);
             }
         }
     }
@@ -628,6 +745,7 @@ extern "C" __global__ void __launch_bounds__(ALL_THREADS, 1) fa2_forward(const _
         const Piece& piece = rest.piece[slot];
         if (piece.number == NONE)
             break;
+        consumer.take_part(given);
         consumer.attend<false>(piece, slot);
         consumer.finish<false>(piece, slot);
     }
@@ -644,6 +762,7 @@ extern "C" __global__ void __launch_bounds__(ALL_THREADS, 1) fa2_forward(const _
         const Piece& piece = rest.piece[slot];
         if (piece.number == NONE)
             break;
+        consumer.take_part(given);
         consumer.attend<true>(piece, slot);
         consumer.finish<true>(piece, slot);
     }
