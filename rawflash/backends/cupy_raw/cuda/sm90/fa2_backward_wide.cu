@@ -30,8 +30,8 @@ static_assert(BR == SLAB && BC == 64, "one warpgroup's rows of a product, and on
 // Does S of a step begin while dV of the step before is under way, and dP while dK is? Then P and dS are kept longer, and dQ has fewer registers.
 #define OVERLAP 1
 // Registers of a thread: beside sums of a warpgroup's own there are S, P and what a loop needs; dQ has the rest.
-__device__ constexpr int registers_beside(int columns) { return (OVERLAP ? 208 : 192) - (256 - columns) / 2 / 8 * 8; }
-constexpr int COPYING_REGISTERS = 24, SCORES_REGISTERS = registers_beside(TO_V), SLOPES_REGISTERS = registers_beside(TO_D);
+__device__ constexpr int registers_with(int columns) { return columns == 256 ? (OVERLAP ? 208 : 192) : columns == 192 ? 176 : 168; }
+constexpr int SCORES_REGISTERS = registers_with(TO_V), SLOPES_REGISTERS = registers_with(TO_D), COPYING_REGISTERS = TO_D + TO_V == 512 ? 24 : 40;
 constexpr int REST = 65536 / WARPGROUP - COPYING_REGISTERS - SCORES_REGISTERS - SLOPES_REGISTERS;
 constexpr int ROWS_REGISTERS = REST < 240 ? REST : 240;
 // Columns of one product: the assembler takes no 256 in a kernel of so many threads.
@@ -428,7 +428,7 @@ __device__ __forceinline__ void compute_rows(const Call& call, const Work& work,
                 multiply_ss<DQ_COLUMNS, true, true>(dQ, moved(dS_across, n * ROW_STEP) + part * (TILE >> 4),
                                                     moved(K_across, patch * (DQ_COLUMNS / SLAB) * BC * SLAB_ROW + n * ROW_STEP), n > 0);
             commit_products();
-            await_products<0>();
+            await_products<0>();  // dQ
             if (patch + 1 == PATCHES && steps > HANDED)
                 announce(DS_READ + part, BOTH);
 #pragma unroll
