@@ -13,7 +13,7 @@ from test_hopper_backward_emulated import check, prepared
 from tolerances import assert_close
 
 import rawflash as rf
-from rawflash.backends.cupy_raw import fa2_backward, launch
+from rawflash.backends.cupy_raw import compile, fa2_backward, launch
 
 pytestmark = pytest.mark.emulated
 FILE = "sm90/fa2_backward_wide.cu"
@@ -56,7 +56,8 @@ CALLS = {
     "a huge sink": dict(Tq=70, d=192, sinks=lambda rng, dtype: np.array([90.0, -90.0], dtype)),
     "scale": dict(Tq=70, d=256, scale=1.5),
     "scores of thousands": dict(Tq=100, Tk=140, d=256, size=500.0, causal=True),
-    "small probabilities": dict(B=1, Tq=40, Tk=3000, d=136, size=0.1),
+    "small probabilities": dict(  # for float16, when they are not scaled
+        B=1, Tq=64, Tk=60, d=136, sinks=lambda rng, dtype: np.array([15.0, 14.0], np.float32)),
 }  # fmt: skip
 PACKED = {
     "packed": dict(Tq=200, Tk=300, d=256, cu=([3, 80, 80, 199], [0, 130, 150, 290]), causal=True),
@@ -186,10 +187,36 @@ def test_both_orders_of_products(name, overlap, device_by_name, taken, monkeypat
     assert taken
 
 
+# A warpgroup that is late in this place: others go on for a while.
+LATE = {
+    "scores, before S": "// S^T = K Q^T\n            float S",
+    "scores, before P is written": "// The other warpgroup has the same",
+    "scores, before dV": "// dV += P^T dO",
+    "slopes, before dP": "// dP^T = V dO^T\n            float dP",
+    "slopes, before P is read": "uint4 P[BR",
+    "slopes, before dK": "// dK += dS^T Q",
+    "rows, before dQ": "#pragma unroll\n        for (int patch = 0;",
+    "copies": "#pragma unroll\n        for (int n = 0; n < BR / WARP_LANES; n++)\n            numbers",
+}  # fmt: skip
+
+
+def late(place):
+    assert compile.source(FILE, "").count(LATE[place]) == 1
+    return LATE[place], "for (int late = 0; late < 50; late++)\n__nanosleep(1);\n" + LATE[place]
+
+
+@pytest.mark.parametrize("place", LATE)
+@pytest.mark.parametrize("name", ["many steps", "many steps, many stages"])
+def test_a_warpgroup_is_late(name, place, device_by_name, taken, monkeypatch):
+    case = prepared(CALLS[name], "bfloat16")
+    break_backward(monkeypatch, *late(place))
+    check(case, case.reference())
+    assert taken
+
+
 @pytest.mark.parametrize("options", [
     dict(deterministic=True), dict(softcap=9.0), dict(dropout=0.1), dict(alibi_slopes=[0.1, 0.2]), dict(sram=1 << 17),
     dict(mask=rf.masks.PrefixLM(5)), dict(bias=np.zeros((20, 20), np.float32)), dict(scale=-0.5), dict(d=132),
-    dict(d=128),
 ], ids=lambda options: next(iter(options)))  # fmt: skip
 def test_other_calls_go_another_way(options, device_by_name, taken):
     case = make(B=1, Tq=20, dtype="bfloat16", **{"d": 136} | options)
@@ -210,12 +237,20 @@ BROKEN = {
         "packed", "meet(BOTH_MEET, BOTH);  // rows", "announce(BOTH_MEET, BOTH);  // rows"),
     "dS is not fenced": ("one tile", "fence_shared();\n            announce(DS_THERE", "announce(DS_THERE"),
     "dS is not waited for": ("one tile", "meet(DS_THERE + part, BOTH)", "announce(DS_THERE + part, BOTH)"),
-    "dS is written over": ("many steps", "meet(DS_READ + part, BOTH)", "announce(DS_READ + part, BOTH)"),
-    "P is not waited for": ("one tile", "meet(P_THERE + part, BOTH)", "announce(P_THERE + part, BOTH)"),
+    "P is written over": (
+        "many steps, many stages", "meet(P_READ + part, BOTH)", "announce(P_READ + part, BOTH)", "slopes, before P is read"),
+    "dS is written over": (
+        "many steps", "meet(DS_READ + part, BOTH)", "announce(DS_READ + part, BOTH)", "rows, before dQ"),
+    "P is not waited for": (
+        "one tile", "meet(P_THERE + part, BOTH)", "announce(P_THERE + part, BOTH)", "scores, before P is written"),
     "P is in float16 as it is": ("small probabilities", "TYPE == FLOAT16 ? 15 : 0", "0"),
     "P stays too large": ("one tile", "dV, P_LESS,", "dV, 1.0f,"),
-    "Q is given back early": ("many steps", "barriers + Q_READ + last", "barriers + Q_READ + stage"),
-    "dO is given back early": ("many steps", "barriers + O_READ + last", "barriers + O_READ + stage"),
+    "Q is given back early": (
+        "many steps", "if (last >= 0 && lane == 0)\n                arrive(barriers + Q_READ + last)",
+        "if (lane == 0)\n                arrive(barriers + Q_READ + stage)", "slopes, before dK"),
+    "dO is given back early": (
+        "many steps", "if (last >= 0 && lane == 0)\n                arrive(barriers + O_READ + last)",
+        "if (lane == 0)\n                arrive(barriers + O_READ + stage)", "scores, before dV"),
     "S is read early": ("one tile", "            await_products<0>();\n\n            // P =", "            // P ="),
     "dP is read early": ("one tile", "await_products<0>();  // dP\n", "\n"),
     "dV is read early": ("one tile", "await_products<0>();  // dV", ""),
@@ -238,8 +273,10 @@ def break_backward(monkeypatch, old, new):
 
 @pytest.mark.parametrize("name", BROKEN)
 def test_broken_kernels_are_caught(name, device_by_name, taken, monkeypatch):
-    which, old, new = BROKEN[name]
+    which, old, new, *places = BROKEN[name]
     case = prepared((CALLS | PACKED)[which], "float16")
+    for place in places:
+        break_backward(monkeypatch, *late(place))
     break_backward(monkeypatch, old, new)
     with pytest.raises(AssertionError) if old else nullcontext():
         check(case, case.reference())

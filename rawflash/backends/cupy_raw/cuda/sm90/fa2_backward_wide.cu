@@ -25,6 +25,7 @@
 constexpr int SCORES = 1, SLOPES = 2, ROWS_OF_Q = 3, GROUPS = 4;  // warpgroups; 0 copies
 constexpr int KEYS_THREADS = GROUPS * WARPGROUP;
 constexpr int HANDED = 2;  // of P and dS each, on chip
+constexpr bool P_WAITS = STAGES > HANDED;  // else Q of a step is there only after P of two steps before was read
 static_assert(BR == SLAB && BC == 64, "one warpgroup's rows of a product, and one slab of them");
 
 // Does S of a step begin while dV of the step before is under way, and dP while dK is? Then P and dS are kept longer, and dQ has fewer registers.
@@ -282,7 +283,7 @@ __device__ __forceinline__ void compute_scores(const Call& call, const Work& wor
                 to_factor(P[n], x, n);
 
             // The other warpgroup has the same numbers of P in the same threads
-            if (work.steps - steps >= HANDED)
+            if (P_WAITS && work.steps - steps >= HANDED)
                 meet(P_READ + part, BOTH);
             uint4* const tile = (uint4*)(on_chip + AT_P + part * TILE) + y;
 #pragma unroll
@@ -351,7 +352,7 @@ __device__ __forceinline__ void compute_slopes(const Call& call, const Work& wor
 #pragma unroll
             for (int n = 0; n < BR / SUM; n++)
                 P[n] = from[n * WARPGROUP];
-            if (steps > HANDED)
+            if (P_WAITS && steps > HANDED)
                 announce(P_READ + part, BOTH);
             await_products<0>();  // dP
 
