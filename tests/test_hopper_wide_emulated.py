@@ -19,8 +19,8 @@ pytestmark = pytest.mark.emulated
 FILE = "sm90/fa2_backward_wide.cu"
 DTYPES = ("bfloat16", "float16")
 
-# d and dv lie in whole slabs of 64 columns on chip, 128 to 256 of them; 64 rows and 64 keys at a time. The warpgroups are up to two steps
-# apart, so some calls have more steps than that.
+# d and dv lie in whole slabs of 64 columns on chip, 128 to 256 of them; 64 rows and 64 keys at a time. The warpgroups
+# are up to two steps apart, so some calls have more steps than that.
 CALLS = {
     "one row, one key": dict(Tq=1, Tk=1, d=256),
     "one tile": dict(Tq=64, Tk=64, d=256),
@@ -242,7 +242,8 @@ BROKEN = {
     "dS is written over": (
         "many steps", "meet(DS_READ + part, BOTH)", "announce(DS_READ + part, BOTH)", "rows, before dQ"),
     "P is not waited for": (
-        "one tile", "meet(P_THERE + part, BOTH)", "announce(P_THERE + part, BOTH)", "scores, before P is written"),
+        "one tile", "meet(P_THERE + part, BOTH)", "announce(P_THERE + part, BOTH)",
+        "scores, before P is written"),
     "P is in float16 as it is": ("small probabilities", "TYPE == FLOAT16 ? 15 : 0", "0"),
     "P stays too large": ("one tile", "dV, P_LESS,", "dV, 1.0f,"),
     "Q is given back early": (
