@@ -238,7 +238,8 @@ BROKEN = {
     "dS is not fenced": ("one tile", "fence_shared();\n            announce(DS_THERE", "announce(DS_THERE"),
     "dS is not waited for": ("one tile", "meet(DS_THERE + part, BOTH)", "announce(DS_THERE + part, BOTH)"),
     "P is written over": (
-        "many steps, many stages", "meet(P_READ + part, BOTH)", "announce(P_READ + part, BOTH)", "slopes, before P is read"),
+        "many steps, many stages", "meet(P_READ + part, BOTH)", "announce(P_READ + part, BOTH)",
+        "slopes, before P is read"),
     "dS is written over": (
         "many steps", "meet(DS_READ + part, BOTH)", "announce(DS_READ + part, BOTH)", "rows, before dQ"),
     "P is not waited for": (
