@@ -593,7 +593,7 @@ def test_backward_passes_of_16_bits_on_sm_90(dtype):
         tiles = planned(d=d, dv=dv, causal=True)
         assert tiles.family == tiling.WGMMA and (tiles.br, tiles.bc) == (64, 64)
         slabs = -(-d // 64) + -(-dv // 64)
-        assert dict(tiles.constants) == {"STAGES": 3 if slabs <= 6 else 2}
+        assert dict(tiles.constants) == {"STAGES": 3 if slabs <= 6 else 2, "DQ_COLUMNS": 64}
         assert tiles.smem_bytes <= chip("sm_90").on_chip_bytes
     assert planned(varlen=True, sinks=True).family == planned(varlen=True, sinks=True, d=256).family == tiling.WGMMA
     for line in ("barriers", "P and dS in 16, sums in 32 bits", "products by warpgroups (wgmma)"):

@@ -9,8 +9,9 @@
 // They run behind each other, up to two steps apart, without a barrier of all; a fourth warpgroup copies (tensor maps): one warp Q and lse,
 // one dO and delta. While one exponentiates or adds, others multiply.
 // On chip:  K (Bc, d), V (Bc, dv), two or three Q (Br, d) and dO (Br, dv), two P^T and two dS^T (Bc, Br) in 16 bits, lse and delta (Br) with Q
-//           and dO; barriers; in registers S (Bc, Br), dP (Bc, Br), dK (Bc, d), dV (Bc, dv), dQ (Br, up to 192 columns at a time).
-// Per step: read for products S 16 d/256 KB ... see the notes; written Q, dO, P and dS; dQ added once for each 64 keys.
+//           and dO; barriers; in registers S (Bc, Br), dP (Bc, Br), dK (Bc, d), dV (Bc, dv), dQ (Br, some columns).
+// Per step:  read for products K, Q, V and dO along the sums, dO and Q across, dS and K across for each 64 columns of dQ; P and dS written and P
+//           read; dQ added to device memory.
 //
 // fa2_backward_finish: dQ = scale * those sums, row by row.
 //
@@ -37,8 +38,8 @@ constexpr int REST = 65536 / WARPGROUP - COPYING_REGISTERS - SCORES_REGISTERS - 
 constexpr int ROWS_REGISTERS = REST < 240 ? REST : 240;
 // Columns of one product: the assembler takes no 256 in a kernel of so many threads.
 __device__ constexpr int at_a_time(int columns) { return columns == 256 ? 128 : columns; }
-constexpr int DQ_COLUMNS = at_a_time(TO_D) / 2 + 40 <= ROWS_REGISTERS ? at_a_time(TO_D) : SLAB;
 constexpr int PATCH = BR * DQ_COLUMNS, PATCHES = TO_D / DQ_COLUMNS;  // of dQ's sums
+static_assert(TO_D % DQ_COLUMNS == 0 && DQ_COLUMNS / 2 + 40 <= ROWS_REGISTERS, "what tiling.py says of dQ's columns");
 
 // Where things are on chip, in bytes.
 constexpr int Q_BYTES = BR * TO_D * 2, DO_BYTES = BR * TO_V * 2, TILE = BC * BR * 2;  // of one of them
@@ -59,7 +60,7 @@ constexpr float P_LESS = 1.0f / (1 << P_POWER);
 
 // ---- the warps that copy ---------------------------------------------------------------------------------------------------
 
-// All Q_i, or all dO_i, each with a number of each of its rows: times `unit`, less `minus`; by a warp. A row that does not exist has `none`.
+// All Q_i, or all dO_i, one after the other, and `number(h, i)` of each row; by a warp. Numbers are read while there is no room for them yet.
 template <int COLUMNS, class Number>
 __device__ __forceinline__ void copy_rows(
     const Call& call, const TensorMap& map, const Work& work, unsigned char* to, float* numbers, Barrier* there, Barrier* read, Number number)
