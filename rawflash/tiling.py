@@ -89,8 +89,11 @@ WGMMA_FEWEST = 0.4  # pieces of work for each multiprocessor; with fewer, cuda/m
 WGMMA_SECTION = 32 << 20  # bytes of K and V that stay in L2
 WGMMA_BACKWARD = {64: 128, 128: 64}  # Br, by the wider of d and dv
 WGMMA_BACKWARD_KEYS = 128  # Bc
-WGMMA_BACKWARD_MOST = 128  # head dimension
+WGMMA_BACKWARD_MOST = 256  # head dimension
 WGMMA_BACKWARD_STAGES, WGMMA_BACKWARD_S = {64: 3, 128: 2}, 2  # blocks of Q and dO on chip at once, by Br, and of dS
+WGMMA_WIDE = 64  # Br and Bc where d or dv is above those of WGMMA_BACKWARD
+WGMMA_WIDE_STAGES = (3, 2)  # the first that fits
+WGMMA_WIDE_DQ = 64  # columns of dQ that are in registers at a time
 SPLIT_INPUTS = "split inputs"  # family of cupy_raw's float32 kernels of fa2 that read parts which were split before
 SPLIT_PARTS = 3  # bfloat16 numbers of a float32 one
 SPLIT_LEAST = 512  # rows, and keys that a row sees: with fewer, splitting the inputs costs more than it gains
@@ -176,12 +179,8 @@ class WarpgroupForward:
 # By columns of the wider of K and V, in slabs: the first that fits, or for softcap and ALiBi the last, which leaves
 # them registers
 WGMMA_FORWARD = {
-    64: (
-        WarpgroupForward(192, 128, least=1536),
-        WarpgroupForward(256, 64, turns=False, stages=8, least=193, own=True),
-        WarpgroupForward(128, 128),
-    ),
-    128: (WarpgroupForward(128, 128, half=True),),
+    64: (WarpgroupForward(256, 64, turns=False, stages=8, least=193, own=True), WarpgroupForward(128, 128)),
+    128: (WarpgroupForward(128, 128),),
     192: (WarpgroupForward(128, 128), WarpgroupForward(128, 96)),
     256: (WarpgroupForward(128, 80), WarpgroupForward(128, 64)),
 }
@@ -406,6 +405,7 @@ def wgmma_takes(problem: Problem, chip: Chip, direction: str) -> bool:
 def wgmma_takes_backward(problem: Problem, chip: Chip, direction: str) -> bool:
     """Is this a backward pass for cuda/sm90? What hides keys may be a band and lengths, not a mask."""
     options = (problem.bias, problem.softcap, problem.mask, problem.sram)
+    keys = WGMMA_WIDE if is_wide(problem) else WGMMA_BACKWARD_KEYS
     return (
         (chip.family, problem.algorithm, direction) == (TENSOR, "fa2", "backward")
         and chip.name == WGMMA_CHIP
@@ -416,13 +416,21 @@ def wgmma_takes_backward(problem: Problem, chip: Chip, direction: str) -> bool:
         and MMA_SCALES[0] < problem.scale < MMA_SCALES[1]
         and all(option is None for option in options)
         and not (problem.page or problem.alibi or problem.dropout)
-        and _fills(chip, problem.B * problem.Hkv * -(-problem.Tk // WGMMA_BACKWARD_KEYS))
+        and not (problem.deterministic and is_wide(problem))
+        and _fills(chip, problem.B * problem.Hkv * -(-problem.Tk // keys))
     )
 
 
+def is_wide(problem: Problem) -> bool:
+    """Are these columns for cuda/sm90/fa2_backward_wide.cu?"""
+    return max(problem.d, problem.dv) > max(WGMMA_BACKWARD)
+
+
 def _wgmma_backward(problem: Problem, chip: Chip) -> Tiles:
-    """The blocks of cuda/sm90/fa2_backward.cu; they fit."""
+    """The blocks of cuda/sm90/fa2_backward.cu, or of fa2_backward_wide.cu; they fit."""
     d, dv = _padded(problem.d, WGMMA_SLAB), _padded(problem.dv, WGMMA_SLAB)
+    if is_wide(problem):
+        return next(tiles for tiles in (_wgmma_wide(chip, d, dv, stages) for stages in WGMMA_WIDE_STAGES) if tiles)
     br, bc = WGMMA_BACKWARD[max(d, dv)], WGMMA_BACKWARD_KEYS
     stages = WGMMA_BACKWARD_STAGES[br]
     resident = (
@@ -442,6 +450,32 @@ def _wgmma_backward(problem: Problem, chip: Chip) -> Tiles:
         Tile("dV", bc, dv, 4, REGISTERS),
     )
     return Tiles(br, bc, resident, chip.name, chip.on_chip_bytes, JI, family=WGMMA)
+
+
+def _wgmma_wide(chip: Chip, d: int, dv: int, stages: int) -> Tiles | None:
+    """The same with so many blocks of Q and dO on chip, if they fit."""
+    br = bc = WGMMA_WIDE
+    resident = (
+        Tile("K", bc, d, 2),
+        Tile("V", bc, dv, 2),
+        Tile("Q", stages * br, d, 2),
+        Tile("dO", stages * br, dv, 2),
+        Tile("P", WGMMA_BACKWARD_S * bc, br, 2),
+        Tile("dS", WGMMA_BACKWARD_S * bc, br, 2),
+        Tile("lse", stages * br, 1, 4),
+        Tile("delta", stages * br, 1, 4),
+        Tile("barriers", 2 + 4 * stages, 1, 8),
+        Tile("S, P", bc, br, 4, REGISTERS),
+        Tile("dP, dS", bc, br, 4, REGISTERS),
+        Tile("dQ", br, WGMMA_WIDE_DQ, 4, REGISTERS),
+        Tile("dK", bc, d, 4, REGISTERS),
+        Tile("dV", bc, dv, 4, REGISTERS),
+    )
+    constants = {"STAGES": stages, "DQ_COLUMNS": WGMMA_WIDE_DQ}
+    tiles = Tiles(
+        br, bc, resident, chip.name, chip.on_chip_bytes, JI, family=WGMMA, constants=tuple(constants.items())
+    )  # fmt: skip
+    return tiles if tiles.smem_bytes <= (chip.on_chip_bytes or 0) else None
 
 
 def scale_later(problem: Problem) -> bool:

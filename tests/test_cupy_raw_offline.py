@@ -238,6 +238,8 @@ def cases():
         found += on(arch, ["fa2_backward"], ["bfloat16"], [64, 128], ["plain", "causal"])
         found += on(arch, ["fa2_backward"], ["float16"], [256], ["plain"])
     found += on("sm_90a", ["fa2_backward"], ["bfloat16"], [128], ["packed", "everything", "deterministic"])
+    found += on("sm_90a", ["fa2_backward"], ["bfloat16"], [192, 256], ["plain", "causal"])
+    found += on("sm_90a", ["fa2_backward"], ["float16"], [256], ["causal", "packed"])
     found += on("sm_80", ["fa2_backward"], ["bfloat16"], [64, 128], ["few heads"])
     found += on("sm_90a", ["fa2_backward"], ["bfloat16"], [64, 128], ["few heads"])
     for arch in ("sm_75", "sm_80"):
@@ -518,6 +520,23 @@ def test_backward_products_of_warpgroups_overlap(dtype, d, options, tmp_path):
     first = code.index("WARPGROUP.DEPBAR")
     under_way = code[first + 1 : code.index("WARPGROUP.DEPBAR", first + 1)]
     assert Counter(under_way)["MUFU.EX2"] == 32
+
+
+@pytest.mark.parametrize("options", ["plain", "causal", "packed"])
+@pytest.mark.parametrize("dtype, d", [("bfloat16", 192), ("bfloat16", 256), ("float16", 256)])
+def test_backward_products_of_many_columns_overlap(dtype, d, options, tmp_path):
+    """A warpgroup for S and dV, one for dP and dK, one for dQ: none goes to memory for want of registers, or has the
+    assembler wait between its products."""
+    pytest.importorskip("cupy")
+    program = next(p for p in programs(Case("sm_90a", "fa2_backward", dtype, d, options)) if p.file.startswith("sm90/"))
+    assert program.file == "sm90/fa2_backward_wide.cu"
+    cubin, log = compiler.compile_log(program.text, program.arch)
+    assert not re.findall(r"\(C75\d\d\).*", log)
+    assert not any(spilled(used) for used in compiler.usage(log).values())
+    found = instructions(program, "fa2_backward_keys", tmp_path)
+    # S and dP are sums over d; dV and dK over 64 rows; dQ over 64 keys, in patches of 64 columns at d = 256
+    assert found["HGMMA"] == 2 * d // 16 + 4 * (2 + 2 + 4 if d == 256 else 1 + 1 + 3)
+    assert found["REDG"] == d // 8 and not found.keys() & {"LDL", "STL"}
 
 
 @pytest.mark.parametrize("arch, dtype", [("sm_75", "float32"), ("sm_90a", "float32"), ("sm_90a", "float64")])

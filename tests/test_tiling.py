@@ -602,11 +602,17 @@ def test_backward_passes_of_16_bits_on_sm_90(dtype):
             assert tiles.family == tiling.WGMMA
             assert (tiles.br, tiles.bc) == (64 if max(d, dv) > 64 else 128, 128)
             assert tiles.smem_bytes <= chip("sm_90").on_chip_bytes
-    assert planned(varlen=True, sinks=True).family == tiling.WGMMA
+    for d, dv in [*((d, d) for d in range(136, 257, 8)), (192, 128), (8, 136), (256, 64), (256, 192)]:
+        tiles = planned(d=d, dv=dv, causal=True)
+        assert tiles.family == tiling.WGMMA and (tiles.br, tiles.bc) == (64, 64)
+        slabs = -(-d // 64) + -(-dv // 64)
+        assert dict(tiles.constants) == {"STAGES": 3 if slabs <= 6 else 2, "DQ_COLUMNS": 64}
+        assert tiles.smem_bytes <= chip("sm_90").on_chip_bytes
+    assert planned(varlen=True, sinks=True).family == planned(varlen=True, sinks=True, d=256).family == tiling.WGMMA
     for line in ("barriers", "P and dS in 16, sums in 32 bits", "products by warpgroups (wgmma)"):
         assert line in str(planned())
     others = [
-        dict(d=20), dict(dv=136), dict(d=136), dict(boxes=False), dict(Tq=0), dict(Tk=0), dict(deterministic=True),
+        dict(d=20), dict(dv=132), dict(d=264), dict(boxes=False), dict(Tq=0), dict(Tk=0), dict(deterministic=True),
         dict(softcap=3.0), dict(alibi=True), dict(dropout=0.1), dict(bias=(1, 1, 1, 9)), dict(scale=-1.0),
         dict(sram=1 << 18), dict(algorithm="fa1"), dict(dtype="float32"), dict(arch="sm_100"), dict(arch="sm_80"),
         dict(backend="numba_cuda"),

@@ -1,5 +1,5 @@
-"""FlashAttention-2, backward pass: the launcher of ``fa2_backward.cu`` (in ``cuda``, ``cuda/mma``, ``cuda/sm90``) and
-of ``cuda/side_gradients.cu``."""
+"""FlashAttention-2, backward pass: the launcher of ``fa2_backward.cu`` (in ``cuda``, ``cuda/mma``, ``cuda/sm90``), of
+``cuda/sm90/fa2_backward_wide.cu`` and of ``cuda/side_gradients.cu``."""
 
 from __future__ import annotations
 
@@ -9,11 +9,13 @@ from rawflash.arrays import Target
 from rawflash.backends.cupy_raw.launch import SIDE, Launcher, blocks_of, launcher, side_gradients, split_inputs
 from rawflash.backends.cupy_raw.tensor_map import Box
 from rawflash.problem import Operands, Problem
-from rawflash.tiling import MMA, SPLIT_INPUTS, WGMMA, WGMMA_PROCESSORS, WGMMA_SLAB, Tiles
+from rawflash.tiling import MMA, SPLIT_INPUTS, WGMMA, WGMMA_PROCESSORS, WGMMA_SLAB, Tiles, is_wide
 
 FILE, FILE_MMA = "fa2_backward.cu", "mma/fa2_backward.cu"
+FILE_WGMMA, FILE_WIDE = "sm90/fa2_backward.cu", "sm90/fa2_backward_wide.cu"
 PIECE_ROWS, PIECE_COLUMNS = 16, 8  # of dQ's sums in mma/fa2_backward.cu
 WGMMA_THREADS = 384  # a warpgroup that copies, two that compute
+WIDE_THREADS = 512  # one that copies, three that compute
 SECTION_BYTES = 32 << 20  # of L2, for the heads whose keys are taken in turn
 PATCH_ROWS, PATCH_COLUMNS, WARP = 16, 8, 32  # of dQ in mma/split_backward.cu, each added by a warp
 
@@ -60,17 +62,19 @@ def _wgmma(problem: Problem, tiles: Tiles, x: Operands, grads: dict[str, Target]
     boxes = (Box("q", tiles.br), Box("k", tiles.bc), Box("v", tiles.bc), Box("dout", tiles.br))
     heads, rows, columns = x.q.shape[0] * x.q.shape[1], x.q.shape[2], blocks_of(problem.d, WGMMA_SLAB) * WGMMA_SLAB
     written = {"d" + name: grads[name] for name in ("q", "k", "v")}
-    kernels = launcher("sm90/fa2_backward.cu", problem, tiles, x, written, boxes, section=_section(problem))
+    file, threads = (FILE_WIDE, WIDE_THREADS) if is_wide(problem) else (FILE_WGMMA, WGMMA_THREADS)
+    kernels = launcher(file, problem, tiles, x, written, boxes, section=_section(problem))
     delta = side_gradients(problem, tiles, x, grads)
     key_blocks, query_blocks = blocks_of(problem.Tk, tiles.bc), blocks_of(problem.Tq, tiles.br)
     # Packed sequences begin new blocks; how many all of them have may be known on the device only
     blocks = heads * (rows // tiles.br + problem.B if problem.varlen else query_blocks)
     numbers = blocks * tiles.br * columns
-    dQ = kernels.workspace(numbers + blocks * problem.deterministic, zero=True)  # behind them: whose turn it is at each block
+    # Behind the sums, if deterministic: whose turn it is at each block
+    dQ = kernels.workspace(numbers + blocks * problem.deterministic, zero=True)
     call = _call(kernels, problem, x, grads, delta, dQ, key_blocks, counters=dQ.data.ptr + 4 * numbers)
     if problem.varlen:
         kernels.run_over("clear_gradients", max(heads * rows, x.k.shape[1] * x.k.shape[2]), call)
-    kernels.run("fa2_backward_keys", key_blocks * problem.Hkv * problem.B, call, tiles.smem_bytes, WGMMA_THREADS)
+    kernels.run("fa2_backward_keys", key_blocks * problem.Hkv * problem.B, call, tiles.smem_bytes, threads)
     kernels.run("fa2_backward_finish", query_blocks * problem.Hq * problem.B, call, tiles.br * columns * 2)
 
 

@@ -2,10 +2,11 @@
 //
 // fa2_backward_keys: a block of threads owns Bc = 128 keys of one key head and runs over the Q blocks of all query heads that share it.
 // One warpgroup copies (tensor maps), two compute: each of these owns 64 of the keys, with dK and dV in registers. Everything is transposed,
-// S^T = K Q^T and dP^T = V dO^T, so that P^T is a factor of dV += P^T dO where it is, in registers. dS^T goes to shared memory, as a factor
-// of dK += dS^T Q and of dQ_i = dS K, in which both warpgroups' keys have a share. dQ_i is added to float32 sums in device memory, in the
-// order in which the registers hold it. Products with dO are under way while P and dS are computed, those with Q while dQ is added.
-// On chip:  K (Bc, d), V (Bc, dv), three Q (Br, d), three dO (Br, dv), two dS^T (Bc, Br) in 16 bits; three lse and delta (Br), barriers;
+// S^T = K Q^T and dP^T = V dO^T, so that P^T and dS^T are factors of dV += P^T dO and dK += dS^T Q where they are, in registers. dS^T goes to
+// shared memory as well, as a factor of dQ_i = dS K, in which both warpgroups' keys have a share. dQ_i is left in shared memory, from where a
+// thread of the first warpgroup adds it to float32 sums in device memory, in the order in which the registers held it. dP is under way while P
+// is computed, dV while dS is, dK while dQ_i is handed on.
+// On chip:  K (Bc, d), V (Bc, dv), STAGES of Q (Br, d) and dO (Br, dv), two dS^T (Bc, Br) in 16 bits; dQ (Br, d); lse and delta (Br), barriers;
 //           in registers S (Bc, Br), dP (Bc, 64), dK (Bc, d), dV (Bc, dv), dQ (Br, d).
 //
 // fa2_backward_finish: dQ = scale * those sums, row by row.
@@ -14,23 +15,15 @@
 // them are, too: of such a row, lse is +infinity, hence P = 0; such a key is hidden as the band hides others.
 // Both start from delta = rowsum(dO * O) - dlse (side_gradients.cu).
 
-#include "numbers.cuh"
-#include "call.cuh"
-#include "tile.cuh"
-#include "padding.cuh"
-#include "hopper.cuh"
+#include "backward.cuh"
 
-constexpr bool V_IN_REGISTERS = BR == 128;  // a factor that may be in shared memory, too: where registers are left for it
-
-constexpr int WARP_LANES = 32, WARPS = WARPGROUP / WARP_LANES;  // of a warpgroup
-constexpr int COMPUTING = 2, KEYS = BC / COMPUTING;             // warpgroups, and the keys of each
+constexpr bool V_IN_REGISTERS = BR == 128;           // a factor that may be in shared memory, too: where registers are left for it
+constexpr int COMPUTING = 2, KEYS = BC / COMPUTING;  // warpgroups, and the keys of each
 constexpr int KEYS_THREADS = (1 + COMPUTING) * WARPGROUP;
 constexpr int STAGES = BR == 64 ? 3 : 2, S_STAGES = 2;  // of Q and dO on chip; of dS
-constexpr int COPYING = 64;                               // threads that copy; one of the next warp adds to dQ's sums
-constexpr int TO_D = ceil_div(D, SLAB) * SLAB, TO_V = ceil_div(DV, SLAB) * SLAB;
-constexpr int PART = 64, PARTS = BR / PART;  // rows that dP has at a time
-constexpr int SUM = 16;  // products that a matrix product of a warpgroup sums
-static_assert(KEYS == 64 && BR % SLAB == 0 && ALIGNED && D % 8 == 0 && DV % 8 == 0, "what products and copies can do");
+constexpr int COPYING = 64;                             // threads that copy; one of the next warp adds to dQ's sums
+constexpr int PART = 64, PARTS = BR / PART;             // rows that dP has at a time
+static_assert(KEYS == 64 && BR % SLAB == 0, "what products can do");
 
 // Who computes which part of dQ_i, 64 rows each: half of the columns, or half of the rows; or all of it, from the warpgroup's own keys.
 constexpr bool BY_COLUMNS = BR == 64 && TO_D == 128, BY_ROWS = BR == 128 && TO_D == 64, BY_KEYS = !BY_COLUMNS && !BY_ROWS;
@@ -38,7 +31,6 @@ constexpr int DQ_COLUMNS = BY_COLUMNS ? TO_D / 2 : TO_D;
 static_assert(!BY_KEYS || BR == 64, "all rows");
 constexpr int PATCH = 64 * DQ_COLUMNS;          // numbers of it
 constexpr int PATCHES = BR * TO_D / PATCH;      // in a block of rows
-constexpr int LANE_NUMBERS = 4;                 // neighbouring numbers of a lane there
 
 // Where things are on chip, in bytes.
 constexpr int AT_K = 0, AT_V = AT_K + BC * TO_D * 2, AT_Q = AT_V + BC * TO_V * 2, AT_DO = AT_Q + STAGES * BR * TO_D * 2;
@@ -48,88 +40,10 @@ constexpr int K_THERE = 0, V_THERE = 1, DQ_THERE = 2, DQ_READ = 3, Q_THERE = 4, 
 constexpr int BARRIERS = READ + STAGES;
 static_assert(AT_BARRIERS + BARRIERS * 8 == TILE_BYTES, "tiling.py and this file disagree on what is on chip");
 
-constexpr int MAP_Q = 0, MAP_K = 1, MAP_V = 2, MAP_DO = 3;
 constexpr int ALL_MEET = 1, WARPGROUP_MEETS = 2;  // named barriers: of all that compute, and one of each warpgroup
 constexpr int COPYING_REGISTERS = 24, COMPUTING_REGISTERS = 240;
 
-// Which keys of which head, and the rows that see some of them: of every query head, from i_low (the start of a block) on, before i_high. Steps
-// go round from i_start on: thread blocks that run together would otherwise add to the same sums of dQ at the same time. DETERMINISTIC: down from
-// the last rows, at which all that a causal mask lets see them begin, one after the other.
-struct Work {
-    int b, h, j0;               // sequence, key head, first key
-    int slot, q_start, k_start;  // where row 0 and key 0 lie
-    int q_length, kv_length;
-    int i_low, i_high, i_start, steps;
-    long long offset;
-};
-
-__device__ __forceinline__ Work work_of(const Call& call)
-{
-    // Heads come in sections whose matrices L2 can hold; of a section the first keys first, which most rows see if it is causal.
-    Work work;
-    const unsigned heads = (unsigned)(call.B * call.Hkv), blocks = (unsigned)call.blocks, section = (unsigned)call.section;
-    const unsigned first = blockIdx.x / (section * blocks) * section, rest = blockIdx.x - first * blocks;
-    const unsigned count = heads - first < section ? heads - first : section, bh = first + rest % count;
-    work.j0 = (int)(rest / count) * BC;
-    work.b = (int)(bh / (unsigned)call.Hkv);
-    work.h = (int)(bh % (unsigned)call.Hkv);
-    const Sequence s = sequence(call, work.b);
-    work.slot = (int)s.slot, work.q_start = (int)s.q_start, work.k_start = (int)s.k_start;
-    work.q_length = (int)s.q_length, work.kv_length = (int)s.kv_length, work.offset = s.offset;
-    work.i_low = 0, work.i_high = work.j0 < work.kv_length ? work.q_length : 0;
-    if constexpr (BAND) {
-        const long long j1 = least(work.j0 + BC, s.kv_length);
-        work.i_low = (int)clamp(work.j0 - s.offset - call.band_upper, 0, work.i_high) / BR * BR;
-        work.i_high = (int)clamp(j1 - s.offset - call.band_lower, 0, work.i_high);
-    }
-    const int rows = work.i_high > work.i_low ? (work.i_high - work.i_low + BR - 1) / BR : 0;  // blocks of them
-    work.i_start = work.i_low + (DETERMINISTIC ? most(rows - 1, 0) : (int)((unsigned long long)rows * (rest / count) / blocks)) * BR;
-    work.steps = rows * ((int)call.Hq / (int)call.Hkv);
-    return work;
-}
-
-__device__ __forceinline__ int next_rows(const Work& work, int i0)
-{
-    if constexpr (DETERMINISTIC)
-        return i0 > work.i_low ? i0 - BR : work.i_start;
-    return i0 + BR < work.i_high ? i0 + BR : work.i_low;
-}
-
-// The sums of dQ lie in blocks of BR rows and TO_D columns; a sequence begins a new one. How many a head has, and where those of one begin.
-__device__ __forceinline__ long long blocks_of_head(const Call& call)
-{
-    return PACKED ? call.rows_q / BR + call.B : (call.Tq + BR - 1) / BR;
-}
-
-__device__ __forceinline__ long long first_block(const Call& call, long long b, long long h, long long q_start)
-{
-    if constexpr (PACKED)  // sequences before have at most as many
-        return h * blocks_of_head(call) + q_start / BR + b;
-    return (b * call.Hq + h) * blocks_of_head(call);
-}
-
-__device__ __forceinline__ float* sums_of_block(const Call& call, long long block) { return call.sums + block * (BR * TO_D); }
-
-// Which stage is next, and the parity of the phase that its barriers are in.
-struct Ring {
-    int stage = 0, parity = 0;
-    __device__ __forceinline__ void next()
-    {
-        if (++stage == STAGES)
-            stage = 0, parity ^= 1;
-    }
-};
-
 // ---- the warps that copy ---------------------------------------------------------------------------------------------------
-
-// All slabs of a box.
-template <int ROWS, int COLUMNS>
-__device__ __forceinline__ void copy_slabs(unsigned char* to, const TensorMap& map, Barrier* barrier, int row, int h, int slot)
-{
-#pragma unroll
-    for (int x = 0; x < COLUMNS; x += SLAB)
-        copy_box(to + x / SLAB * ROWS * SLAB_ROW, map, barrier, x, row, h, slot);
-}
 
 __device__ __forceinline__ void copy_all(const MappedCall& argument, const Work& work, unsigned char* on_chip, Barrier* barriers)
 {
@@ -139,7 +53,7 @@ __device__ __forceinline__ void copy_all(const MappedCall& argument, const Work&
         arrive_expecting(barriers + K_THERE, BC * TO_D * 2);
         copy_slabs<BC, TO_D>(on_chip + AT_K, argument.map[MAP_K], barriers + K_THERE, work.k_start + work.j0, work.h, work.slot);
     }
-    Ring to;
+    Ring<STAGES> to;
     int h = work.h * ((int)call.Hq / (int)call.Hkv), i0 = work.i_start;
     for (int steps = work.steps; steps > 0; steps--) {
         // Q_i, dO_i, and V before the first
@@ -223,25 +137,6 @@ __device__ __forceinline__ void add_all(const Call& call, const Work& work, cons
 
 // ---- the warpgroups that compute --------------------------------------------------------------------------------------------------
 
-__device__ __forceinline__ unsigned pair(float x, float y) { return TYPE == BFLOAT16 ? bfloat16_pair(x, y) : float16_pair(x, y); }
-
-// The sums 8 n to 8 n + 7 in 16 bits: the factor of 16 columns.
-template <int COUNT> __device__ __forceinline__ void to_factor(unsigned (&factor)[4], const float (&sum)[COUNT], int n)
-{
-#pragma unroll
-    for (int e = 0; e < 4; e++)
-        factor[e] = pair(sum[8 * n + 2 * e], sum[8 * n + 2 * e + 1]);
-}
-
-// Such a factor of the warpgroup's rows from `row` on to shared memory, into 16 columns of slabs of ROWS rows.
-template <int ROWS> __device__ __forceinline__ void store_factor(unsigned char* slabs, int row, int n, const unsigned (&factor)[4])
-{
-    const int lane = threadIdx.x % WARP_LANES, warp = threadIdx.x / WARP_LANES % WARPS;
-    const int piece = 2 * n + lane / 16;
-    store_matrices<false>(slabs + piece / 8 * ROWS * SLAB_ROW + in_slab(row + 16 * warp + lane % 16, piece % 8),
-                          factor[0], factor[1], factor[2], factor[3]);
-}
-
 // The reverse.
 template <int ROWS> __device__ __forceinline__ void load_factor(unsigned (&factor)[4], const unsigned char* slabs, int row, int n)
 {
@@ -254,40 +149,7 @@ template <int ROWS> __device__ __forceinline__ void load_factor(unsigned (&facto
     }
 }
 
-// Zeros in rows [from, ROWS) of slabs; by all that compute.
-template <int ROWS, int COLUMNS> __device__ __forceinline__ void clear_rows(unsigned char* slabs, int from)
-{
-    constexpr int VECTORS = SLAB_ROW / VECTOR_BYTES;
-#pragma unroll 1
-    for (int n = threadIdx.x - WARPGROUP; n < (ROWS - from) * VECTORS * (COLUMNS / SLAB); n += COMPUTING * WARPGROUP) {
-        const int slab = n / ((ROWS - from) * VECTORS), at = from * VECTORS + n % ((ROWS - from) * VECTORS);
-        ((uint4*)(slabs + slab * ROWS * SLAB_ROW))[at] = make_uint4(0, 0, 0, 0);
-    }
-}
-
 __device__ __forceinline__ void all_meet() { meet(ALL_MEET, COMPUTING * WARPGROUP); }
-
-// Byte offset of the n-th 16 columns of a factor that is not transposed, in slabs of ROWS rows.
-template <int ROWS> __device__ constexpr int column_step(int n) { return n / 4 * ROWS * SLAB_ROW + n % 4 * 32; }
-constexpr int ROW_STEP = SUM * SLAB_ROW;  // the same of one that is
-
-// `count` rows of slabs in shared memory, from `first` on, to rows of a matrix, those that exist; zeros past `full`. By some threads.
-template <int ROWS, int COLUMNS, int WIDTH, int MEMBERS>
-__device__ __forceinline__ void store_rows(
-    elem* to, long long stride, const unsigned char* slabs, int first, int count, int exist, int full)
-{
-    constexpr int VECTORS = WIDTH / 8;
-#pragma unroll 2
-    for (int n = threadIdx.x % MEMBERS; n < count * VECTORS; n += MEMBERS) {
-        const int y = n / VECTORS, piece = n % VECTORS;
-        if (y < exist) {
-            uint4 x = *(const uint4*)(slabs + piece / 8 * ROWS * SLAB_ROW + in_slab(first + y, piece % 8));
-            if (y >= full)
-                x = make_uint4(0, 0, 0, 0);
-            *(uint4*)(to + y * stride + 8 * piece) = x;
-        }
-    }
-}
 
 __device__ __forceinline__ void compute_all(const Call& call, const Work& work, unsigned char* on_chip, Barrier* barriers)
 {
@@ -335,14 +197,14 @@ __device__ __forceinline__ void compute_all(const Call& call, const Work& work, 
         const unsigned long long dS_across =
             factor(on_chip + AT_DS + (BY_ROWS ? mine * BC * SLAB_ROW : BY_KEYS ? first_key * SLAB_ROW : 0), BC * SLAB_ROW);
 
-        Ring at;
+        Ring<STAGES> at;
         int i0 = work.i_start;
 
         await(barriers + K_THERE, 0);
         await(barriers + V_THERE, 0);
         if (keys_follow && left < BC) {
-            clear_rows<BC, TO_D>(on_chip + AT_K, left);
-            clear_rows<BC, TO_V>(on_chip + AT_V, left);
+            clear_rows<BC, TO_D, COMPUTING * WARPGROUP>(on_chip + AT_K, left, threadIdx.x - WARPGROUP);
+            clear_rows<BC, TO_V, COMPUTING * WARPGROUP>(on_chip + AT_V, left, threadIdx.x - WARPGROUP);
             fence_shared();
             all_meet();
         }
@@ -364,7 +226,7 @@ __device__ __forceinline__ void compute_all(const Call& call, const Work& work, 
             float S[BR / 2];
             await(barriers + Q_THERE + at.stage, at.parity);
             if (rows_end) {
-                clear_rows<BR, TO_D>(on_chip + AT_Q + at.stage * BR * TO_D * 2, q_length - i0);
+                clear_rows<BR, TO_D, COMPUTING * WARPGROUP>(on_chip + AT_Q + at.stage * BR * TO_D * 2, q_length - i0, threadIdx.x - WARPGROUP);
                 fence_shared();
                 all_meet();
             }
@@ -390,7 +252,7 @@ __device__ __forceinline__ void compute_all(const Call& call, const Work& work, 
             };
             await(barriers + O_THERE + at.stage, at.parity);
             if (rows_end) {
-                clear_rows<BR, TO_V>(on_chip + AT_DO + at.stage * BR * TO_V * 2, q_length - i0);
+                clear_rows<BR, TO_V, COMPUTING * WARPGROUP>(on_chip + AT_DO + at.stage * BR * TO_V * 2, q_length - i0, threadIdx.x - WARPGROUP);
                 fence_shared();
                 all_meet();
             }

@@ -1,0 +1,144 @@
+// What the backward passes of this folder share: which work a block of threads has, where the sums of dQ lie, rings of stages, and the ways
+// between registers, slabs and matrices. fa2_backward.cu and fa2_backward_wide.cu include it.
+
+#include "numbers.cuh"
+#include "call.cuh"
+#include "tile.cuh"
+#include "padding.cuh"
+#include "hopper.cuh"
+
+constexpr int WARP_LANES = 32, WARPS = WARPGROUP / WARP_LANES;  // of a warpgroup
+constexpr int TO_D = ceil_div(D, SLAB) * SLAB, TO_V = ceil_div(DV, SLAB) * SLAB;
+constexpr int SUM = 16;          // products that a matrix product of a warpgroup sums
+constexpr int LANE_NUMBERS = 4;  // neighbouring numbers of a lane in a patch of dQ's sums
+constexpr int MAP_Q = 0, MAP_K = 1, MAP_V = 2, MAP_DO = 3;
+static_assert(ALIGNED && D % 8 == 0 && DV % 8 == 0, "what copies can do");
+
+// Which keys of which head, and the rows that see some of them: of every query head, from i_low (the start of a block) on, before i_high. Steps
+// go round from i_start on: thread blocks that run together would otherwise add to the same sums of dQ at the same time. DETERMINISTIC: down from
+// the last rows, at which all that a causal mask lets see them begin, one after the other.
+struct Work {
+    int b, h, j0;               // sequence, key head, first key
+    int slot, q_start, k_start;  // where row 0 and key 0 lie
+    int q_length, kv_length;
+    int i_low, i_high, i_start, steps;
+    long long offset;
+};
+
+__device__ __forceinline__ Work work_of(const Call& call)
+{
+    // Heads come in sections whose matrices L2 can hold; of a section the first keys first, which most rows see if it is causal.
+    Work work;
+    const unsigned heads = (unsigned)(call.B * call.Hkv), blocks = (unsigned)call.blocks, section = (unsigned)call.section;
+    const unsigned first = blockIdx.x / (section * blocks) * section, rest = blockIdx.x - first * blocks;
+    const unsigned count = heads - first < section ? heads - first : section, bh = first + rest % count;
+    work.j0 = (int)(rest / count) * BC;
+    work.b = (int)(bh / (unsigned)call.Hkv);
+    work.h = (int)(bh % (unsigned)call.Hkv);
+    const Sequence s = sequence(call, work.b);
+    work.slot = (int)s.slot, work.q_start = (int)s.q_start, work.k_start = (int)s.k_start;
+    work.q_length = (int)s.q_length, work.kv_length = (int)s.kv_length, work.offset = s.offset;
+    work.i_low = 0, work.i_high = work.j0 < work.kv_length ? work.q_length : 0;
+    if constexpr (BAND) {
+        const long long j1 = least(work.j0 + BC, s.kv_length);
+        work.i_low = (int)clamp(work.j0 - s.offset - call.band_upper, 0, work.i_high) / BR * BR;
+        work.i_high = (int)clamp(j1 - s.offset - call.band_lower, 0, work.i_high);
+    }
+    const int rows = work.i_high > work.i_low ? (work.i_high - work.i_low + BR - 1) / BR : 0;  // blocks of them
+    work.i_start = work.i_low + (DETERMINISTIC ? most(rows - 1, 0) : (int)((unsigned long long)rows * (rest / count) / blocks)) * BR;
+    work.steps = rows * ((int)call.Hq / (int)call.Hkv);
+    return work;
+}
+
+__device__ __forceinline__ int next_rows(const Work& work, int i0)
+{
+    if constexpr (DETERMINISTIC)
+        return i0 > work.i_low ? i0 - BR : work.i_start;
+    return i0 + BR < work.i_high ? i0 + BR : work.i_low;
+}
+
+// The sums of dQ lie in blocks of BR rows and TO_D columns; a sequence begins a new one. How many a head has, and where those of one begin.
+__device__ __forceinline__ long long blocks_of_head(const Call& call)
+{
+    return PACKED ? call.rows_q / BR + call.B : (call.Tq + BR - 1) / BR;
+}
+
+__device__ __forceinline__ long long first_block(const Call& call, long long b, long long h, long long q_start)
+{
+    if constexpr (PACKED)  // sequences before have at most as many
+        return h * blocks_of_head(call) + q_start / BR + b;
+    return (b * call.Hq + h) * blocks_of_head(call);
+}
+
+__device__ __forceinline__ float* sums_of_block(const Call& call, long long block) { return call.sums + block * (BR * TO_D); }
+
+// Which stage is next, and the parity of the phase that its barriers are in.
+template <int STAGES> struct Ring {
+    int stage = 0, parity = 0;
+    __device__ __forceinline__ void next()
+    {
+        if (++stage == STAGES)
+            stage = 0, parity ^= 1;
+    }
+};
+
+// All slabs of a box.
+template <int ROWS, int COLUMNS>
+__device__ __forceinline__ void copy_slabs(unsigned char* to, const TensorMap& map, Barrier* barrier, int row, int h, int slot)
+{
+#pragma unroll
+    for (int x = 0; x < COLUMNS; x += SLAB)
+        copy_box(to + x / SLAB * ROWS * SLAB_ROW, map, barrier, x, row, h, slot);
+}
+
+__device__ __forceinline__ unsigned pair(float x, float y) { return TYPE == BFLOAT16 ? bfloat16_pair(x, y) : float16_pair(x, y); }
+
+// The sums 8 n to 8 n + 7 in 16 bits: the factor of 16 columns.
+template <int COUNT> __device__ __forceinline__ void to_factor(unsigned (&factor)[4], const float (&sum)[COUNT], int n)
+{
+#pragma unroll
+    for (int e = 0; e < 4; e++)
+        factor[e] = pair(sum[8 * n + 2 * e], sum[8 * n + 2 * e + 1]);
+}
+
+// Such a factor of the warpgroup's rows from `row` on to shared memory, into 16 columns of slabs of ROWS rows.
+template <int ROWS> __device__ __forceinline__ void store_factor(unsigned char* slabs, int row, int n, const unsigned (&factor)[4])
+{
+    const int lane = threadIdx.x % WARP_LANES, warp = threadIdx.x / WARP_LANES % WARPS;
+    const int piece = 2 * n + lane / 16;
+    store_matrices<false>(slabs + piece / 8 * ROWS * SLAB_ROW + in_slab(row + 16 * warp + lane % 16, piece % 8),
+                          factor[0], factor[1], factor[2], factor[3]);
+}
+
+// Zeros in rows [from, ROWS) of slabs; by some threads, of whom this is number `y`.
+template <int ROWS, int COLUMNS, int MEMBERS> __device__ __forceinline__ void clear_rows(unsigned char* slabs, int from, int y)
+{
+    constexpr int VECTORS = SLAB_ROW / VECTOR_BYTES;
+#pragma unroll 1
+    for (int n = y; n < (ROWS - from) * VECTORS * (COLUMNS / SLAB); n += MEMBERS) {
+        const int slab = n / ((ROWS - from) * VECTORS), at = from * VECTORS + n % ((ROWS - from) * VECTORS);
+        ((uint4*)(slabs + slab * ROWS * SLAB_ROW))[at] = make_uint4(0, 0, 0, 0);
+    }
+}
+
+// Byte offset of the n-th 16 columns of a factor that is not transposed, in slabs of ROWS rows.
+template <int ROWS> __device__ constexpr int column_step(int n) { return n / 4 * ROWS * SLAB_ROW + n % 4 * 32; }
+constexpr int ROW_STEP = SUM * SLAB_ROW;  // the same of one that is
+
+// `count` rows of slabs in shared memory, from `first` on, to rows of a matrix, those that exist; zeros past `full`. By some threads.
+template <int ROWS, int COLUMNS, int WIDTH, int MEMBERS>
+__device__ __forceinline__ void store_rows(
+    elem* to, long long stride, const unsigned char* slabs, int first, int count, int exist, int full)
+{
+    constexpr int VECTORS = WIDTH / 8;
+#pragma unroll 2
+    for (int n = threadIdx.x % MEMBERS; n < count * VECTORS; n += MEMBERS) {
+        const int y = n / VECTORS, piece = n % VECTORS;
+        if (y < exist) {
+            uint4 x = *(const uint4*)(slabs + piece / 8 * ROWS * SLAB_ROW + in_slab(first + y, piece % 8));
+            if (y >= full)
+                x = make_uint4(0, 0, 0, 0);
+            *(uint4*)(to + y * stride + 8 * piece) = x;
+        }
+    }
+}

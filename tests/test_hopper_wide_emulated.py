@@ -1,0 +1,291 @@
+"""The backward kernels of sm_90 for more than 128 columns against the oracle, on the CPU (-m emulated)."""
+
+from contextlib import nullcontext
+
+import emulator
+import numpy as np
+import pytest
+import test_hopper_backward_emulated as narrow
+from strategies import restride
+from test_cupy_raw_emulated import on_device
+from test_forward import make, normal
+from test_hopper_backward_emulated import check, prepared
+from tolerances import assert_close
+
+import rawflash as rf
+from rawflash.backends.cupy_raw import compile, fa2_backward, launch
+
+pytestmark = pytest.mark.emulated
+FILE = "sm90/fa2_backward_wide.cu"
+DTYPES = ("bfloat16", "float16")
+
+# d and dv lie in whole slabs of 64 columns on chip, 128 to 256 of them; 64 rows and 64 keys at a time. The warpgroups
+# are up to two steps apart, so some calls have more steps than that.
+CALLS = {
+    "one row, one key": dict(Tq=1, Tk=1, d=256),
+    "one tile": dict(Tq=64, Tk=64, d=256),
+    "one tile, d = 192, dv = 128": dict(Tq=64, Tk=64, d=192, dv=128),
+    "one more": dict(Tq=65, Tk=65, d=256),
+    "one less": dict(B=1, Tq=63, Tk=63, d=192),
+    "many steps": dict(B=1, Hq=1, Tq=450, Tk=40, d=256),
+    "many steps, many stages": dict(B=1, Hq=1, Tq=450, Tk=64, d=136),
+    "d = 136": dict(Tq=130, Tk=70, d=136),
+    "d = 200, dv = 136": dict(Tq=70, Tk=130, d=200, dv=136),
+    "d = 192, dv = 128": dict(Tq=100, Tk=140, d=192, dv=128, causal=True),
+    "d = 256, dv = 64": dict(Tq=70, Tk=90, d=256, dv=64),
+    "d = 128, dv = 256": dict(Tq=70, Tk=90, d=128, dv=256, causal=True),
+    "d = 8, dv = 192": dict(Tq=70, Tk=90, d=8, dv=192),
+    "d = 192, dv = 256": dict(Tq=70, Tk=90, d=192, dv=256),
+    "causal": dict(B=1, Tq=150, Tk=300, d=256, causal=True),
+    "causal, more rows": dict(B=1, Tq=300, Tk=150, d=256, causal=True),
+    "causal, heads in turn": dict(B=2, Hq=3, Hkv=1, Tq=140, Tk=130, d=160, causal=True),
+    "rows without keys": dict(Tq=200, Tk=10, d=256, causal=True),
+    "nothing visible": dict(Tq=90, d=256, causal=True, q_offset=-1000),
+    "everything visible": dict(Tq=90, d=192, causal=True, q_offset=1000),
+    "offsets": dict(B=3, Tq=100, Tk=140, d=144, causal=True, q_offset=np.array([-70, 3, 90])),
+    "window": dict(B=1, Tq=300, d=256, window=(70, 20)),
+    "window to the left": dict(B=1, Tq=200, d=192, window=(20, None)),
+    "window of one key": dict(B=1, Tq=200, d=256, window=(0, 0)),
+    "groups": dict(B=2, Hq=6, Hkv=2, Tq=90, Tk=70, d=256),
+    "one key head": dict(B=1, Hq=5, Hkv=1, Tq=70, d=192, dv=128, causal=True),
+    "lengths": dict(B=3, Tq=150, Tk=200, d=256, q_lengths=[150, 20, 0], kv_lengths=[130, 200, 64]),
+    "other lengths": dict(B=3, Tq=150, Tk=200, d=192, dv=128, q_lengths=[70, 150, 128], kv_lengths=[0, 1, 199]),
+    "lengths, causal": dict(
+        B=3, Tq=150, Tk=200, d=136, q_lengths=[100, 20, 149], kv_lengths=[130, 200, 90], causal=True),
+    "sinks": dict(B=2, Tq=70, d=256, sinks=lambda rng, dtype: np.array([-np.inf, 0.5], np.float32)),
+    "a huge sink": dict(Tq=70, d=192, sinks=lambda rng, dtype: np.array([90.0, -90.0], dtype)),
+    "scale": dict(Tq=70, d=256, scale=1.5),
+    "scores of thousands": dict(Tq=100, Tk=140, d=256, size=500.0, causal=True),
+    "small probabilities": dict(  # for float16, when they are not scaled
+        B=1, Tq=64, Tk=60, d=136, sinks=lambda rng, dtype: np.array([15.0, 14.0], np.float32)),
+}  # fmt: skip
+PACKED = {
+    "packed": dict(Tq=200, Tk=300, d=256, cu=([3, 80, 80, 199], [0, 130, 150, 290]), causal=True),
+    "packed, d = 192, dv = 128": dict(Tq=200, Tk=300, d=192, dv=128, cu=([0, 64, 100, 200], [10, 138, 140, 300])),
+    "packed, window, sinks": dict(
+        Hq=4, Hkv=2, Tq=210, Tk=190, d=136, cu=([0, 1, 130, 210], [0, 60, 188, 188]), window=(50, 9), sinks=normal(4)),
+    "packed, offsets": dict(
+        Tq=90, Tk=120, d=200, dv=136, cu=([0, 50, 90], [0, 60, 110]), causal=True, q_offset=np.array([5, -9])),
+}  # fmt: skip
+
+
+@pytest.fixture(params=[False, True], ids=["forwards", "backwards"])
+def device(request, monkeypatch):
+    emulator.install(monkeypatch, backwards=request.param)
+
+
+@pytest.fixture
+def device_by_name(request, monkeypatch):
+    emulator.install(monkeypatch, backwards=len(request.node.name) % 2 == 1)
+
+
+@pytest.fixture(autouse=True)
+def taken(monkeypatch):
+    """How often the kernels for many columns were launched."""
+    calls = []
+    run = launch.Launcher.run
+
+    def counted(self, kernel, *arguments, **more):
+        if kernel == "fa2_backward_keys" and arguments[3:] == (fa2_backward.WIDE_THREADS,):
+            calls.append(kernel)
+        return run(self, kernel, *arguments, **more)
+
+    monkeypatch.setattr(launch.Launcher, "run", counted)
+    return calls
+
+
+@pytest.mark.parametrize("name", [*CALLS, *PACKED])
+def test_calls(name, device_by_name, taken):
+    """Either dtype, tables on the host or on the device, in turn."""
+    n = [*CALLS, *PACKED].index(name)
+    case = prepared((CALLS | PACKED)[name], DTYPES[n % 2])
+    check(case, case.reference(), small_on_device=n % 4 < 2)
+    assert taken == ["fa2_backward_keys"]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", ["causal", "d = 192, dv = 128", "other lengths", "packed", "small probabilities"])
+def test_orders_of_threads(name, dtype, device, taken):
+    case = prepared((CALLS | PACKED)[name], dtype)
+    check(case, case.reference())
+    assert taken
+
+
+@pytest.mark.parametrize("view", ["transposed", "sliced", "broadcast", "fortran"])
+def test_strides(view, device_by_name, taken):
+    """Those that maps can describe go by maps; the others go another way, or are copied."""
+    case = make(B=2, Hq=2, Tq=100, Tk=70, d=192, dtype="bfloat16", causal=True)
+    for name in ("q", "k", "v", "dout"):
+        setattr(case, name, restride(getattr(case, name), view))
+    check(case, case.reference())
+    assert bool(taken) == (view in ("transposed", "fortran"))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_layout(dtype, device_by_name, taken):
+    case = make(B=2, Hq=4, Hkv=2, Tq=100, Tk=70, d=192, dv=128, dtype=dtype, layout="bthd", causal=True)
+    for name in ("q", "k", "v", "dout"):
+        setattr(case, name, np.ascontiguousarray(getattr(case, name).swapaxes(1, 2)))
+    check(case, case.reference())
+    assert taken
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_row_that_sees_a_nan_is_nan(dtype, device_by_name, taken):
+    """Of causal rows, with a NaN in a key that the last of them see; others may be, if they share a tile with it."""
+    case = on_device(make(B=1, Hq=1, Tq=150, d=256, dtype=dtype, causal=True))
+    case.dlse = None
+    clean = [np.asarray(g).astype(np.float64) for g in case.backward(*case.forward())]
+    case.k[..., 140, 5] = np.nan
+    dq, dk, dv = (np.asarray(g).astype(np.float64) for g in case.backward(*case.forward()))
+    assert np.isnan(dq[..., 140:, :]).all()
+    np.testing.assert_allclose(dq[..., :128, :], clean[0][..., :128, :], rtol=1e-2, atol=1e-3)
+    assert np.isnan(dk[..., :141, :]).all() and np.isnan(dv[..., :141, :]).all()
+    assert taken
+
+
+def test_what_overflows_is_hidden_where_it_is_not_seen(device_by_name, taken):
+    """A key whose dP overflows in all rows that do not see it; those that do have dO = 0."""
+    case = make(B=1, Hq=2, Tq=150, d=192, dtype="bfloat16", causal=True)
+    case.v[..., 139, :] = 3e38
+    case.dout[..., :139, :] *= np.asarray(10, case.dout.dtype)
+    case.dout[..., 139:, :] = 0
+    case.dlse = None
+    moved = on_device(case)
+    for gradient in moved.backward(*moved.forward()):
+        assert np.isfinite(np.asarray(gradient).astype(np.float64)).all()
+    assert taken
+
+
+def test_two_calls_do_not_add_up(device_by_name):
+    """The sums of dQ begin at 0 each time."""
+    case = make(B=1, Hq=1, Tq=70, d=256, dtype="float16")
+    reference, moved = case.reference(), on_device(case)
+    out, lse = moved.forward()
+    for _ in range(2):
+        for name, gradient in zip(case.wrt, moved.backward(out, lse), strict=True):
+            assert_close("d" + name, np.asarray(gradient), reference)
+
+
+def test_sections_of_heads(monkeypatch, device_by_name, taken):
+    """More heads than L2 can hold: the last section has fewer of them."""
+    case = make(B=3, Hq=2, Tq=40, Tk=200, d=192, dtype="bfloat16", causal=True)
+    monkeypatch.setattr(fa2_backward, "SECTION_BYTES", 1 << 20)
+    sections = []
+    section = fa2_backward._section
+    monkeypatch.setattr(fa2_backward, "_section", lambda problem: sections.append(section(problem)) or sections[-1])
+    check(case, case.reference())
+    assert taken and 1 < sections[0] < 6 and 6 % sections[0]
+
+
+@pytest.mark.parametrize("overlap", [0, 1])
+@pytest.mark.parametrize("name", ["many steps", "causal, heads in turn", "packed"])
+def test_both_orders_of_products(name, overlap, device_by_name, taken, monkeypatch):
+    case = prepared((CALLS | PACKED)[name], "bfloat16")
+    break_backward(monkeypatch, "#define OVERLAP 1", f"#define OVERLAP {overlap}")
+    check(case, case.reference())
+    assert taken
+
+
+# A warpgroup that is late in this place: others go on for a while.
+LATE = {
+    "scores, before S": "// S^T = K Q^T\n            float S",
+    "scores, before P is written": "// The other warpgroup has the same",
+    "scores, before dV": "// dV += P^T dO",
+    "slopes, before dP": "// dP^T = V dO^T\n            float dP",
+    "slopes, before P is read": "uint4 P[BR",
+    "slopes, before dK": "// dK += dS^T Q",
+    "rows, before dQ": "#pragma unroll\n        for (int patch = 0;",
+    "copies": "#pragma unroll\n        for (int n = 0; n < BR / WARP_LANES; n++)\n            numbers",
+}  # fmt: skip
+
+
+def late(place):
+    assert compile.source(FILE, "").count(LATE[place]) == 1
+    return LATE[place], "for (int late = 0; late < 50; late++)\n__nanosleep(1);\n" + LATE[place]
+
+
+@pytest.mark.parametrize("place", LATE)
+@pytest.mark.parametrize("name", ["many steps", "many steps, many stages"])
+def test_a_warpgroup_is_late(name, place, device_by_name, taken, monkeypatch):
+    case = prepared(CALLS[name], "bfloat16")
+    break_backward(monkeypatch, *late(place))
+    check(case, case.reference())
+    assert taken
+
+
+@pytest.mark.parametrize("options", [
+    dict(deterministic=True), dict(softcap=9.0), dict(dropout=0.1), dict(alibi_slopes=[0.1, 0.2]), dict(sram=1 << 17),
+    dict(mask=rf.masks.PrefixLM(5)), dict(bias=np.zeros((20, 20), np.float32)), dict(scale=-0.5), dict(d=132),
+], ids=lambda options: next(iter(options)))  # fmt: skip
+def test_other_calls_go_another_way(options, device_by_name, taken):
+    case = make(B=1, Tq=20, dtype="bfloat16", **{"d": 136} | options)
+    case.wrt = ("q", "k", "v")
+    check(case, case.reference())
+    assert not taken
+
+
+# ---- the tests can fail ---------------------------------------------------------------------------------------
+
+BROKEN = {
+    "": ("causal", "", ""),
+    "the band is a row wide of the mark": ("causal", "BAND ? (int)clamp(j - call", "BAND ? (int)clamp(j - 1 - call"),
+    "all tiles are taken for plain": ("causal", "if (i0 >= plain_from && i0 + BR <= plain_to)", "if (true)"),
+    "keys that follow are left": ("lengths", "call.rows_k && left < BC", "call.rows_k && false"),
+    "rows that follow are left": ("packed", "return i0 + BR > work.q_length &&", "return false &&"),
+    "rows are used before they are cleared": (
+        "packed", "meet(BOTH_MEET, BOTH);  // rows", "announce(BOTH_MEET, BOTH);  // rows"),
+    "dS is not fenced": ("one tile", "fence_shared();\n            announce(DS_THERE", "announce(DS_THERE"),
+    "dS is not waited for": ("one tile", "meet(DS_THERE + part, BOTH)", "announce(DS_THERE + part, BOTH)"),
+    "P is written over": (
+        "many steps, many stages", "meet(P_READ + part, BOTH)", "announce(P_READ + part, BOTH)",
+        "slopes, before P is read"),
+    "dS is written over": (
+        "many steps", "meet(DS_READ + part, BOTH)", "announce(DS_READ + part, BOTH)", "rows, before dQ"),
+    "P is not waited for": (
+        "one tile", "meet(P_THERE + part, BOTH)", "announce(P_THERE + part, BOTH)",
+        "scores, before P is written"),
+    "P is in float16 as it is": ("small probabilities", "TYPE == FLOAT16 ? 15 : 0", "0"),
+    "P stays too large": ("one tile", "dV, P_LESS,", "dV, 1.0f,"),
+    "Q is given back early": (
+        "many steps", "if (last >= 0 && lane == 0)\n                arrive(barriers + Q_READ + last)",
+        "if (lane == 0)\n                arrive(barriers + Q_READ + stage)", "slopes, before dK"),
+    "dO is given back early": (
+        "many steps", "if (last >= 0 && lane == 0)\n                arrive(barriers + O_READ + last)",
+        "if (lane == 0)\n                arrive(barriers + O_READ + stage)", "scores, before dV"),
+    "S is read early": ("one tile", "            await_products<0>();\n\n            // P =", "            // P ="),
+    "dP is read early": ("one tile", "await_products<0>();  // dP\n", "\n"),
+    "dV is read early": ("one tile", "await_products<0>();  // dV", ""),
+    "dK is read early": ("one tile", "await_products<0>();  // dK", ""),
+    "dQ is read early": ("one tile", "await_products<0>();  // dQ", ""),
+    "delta is left out": ("one tile", "P_LESS * *row_of(call.delta", "0.0f * *row_of(call.delta"),
+    "lse is in other units": ("one tile", "lse * LOG2E - P_POWER", "lse - P_POWER"),
+    "heads of a group share a block of sums": ("groups", "sums += (blocks_of_head(call) -", "sums += (0 -"),
+    "sequences share a block of sums": ("packed", "q_start / BR + b)", "q_start / BR)"),
+    "all of dQ is its first columns": ("one tile", "moved(K_across, patch * ", "moved(K_across, 0 * "),
+    "all of dK is its first columns": ("one tile", "moved(y, c * ", "moved(y, 0 * "),
+    "dK is not scaled": ("one tile", "(float)call.scale, ONE", "1.0f, ONE"),
+}  # fmt: skip
+
+
+def break_backward(monkeypatch, old, new):
+    monkeypatch.setattr(narrow, "FILE", FILE)
+    narrow.break_backward(monkeypatch, old, new)
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_broken_kernels_are_caught(name, device_by_name, taken, monkeypatch):
+    which, old, new, *places = BROKEN[name]
+    case = prepared((CALLS | PACKED)[which], "float16")
+    for place in places:
+        break_backward(monkeypatch, *late(place))
+    break_backward(monkeypatch, old, new)
+    with pytest.raises(AssertionError) if old else nullcontext():
+        check(case, case.reference())
+    assert taken
+
+
+def test_a_kernel_that_does_not_hide_dS_is_caught(device_by_name, monkeypatch):
+    break_backward(monkeypatch, "seen.hide(x, i0);\n            unsigned dS", "unsigned dS")
+    with pytest.raises(AssertionError):
+        test_what_overflows_is_hidden_where_it_is_not_seen(None, [1])
