@@ -162,8 +162,6 @@ class WarpgroupForward:
     own : bool
         Each warpgroup goes through those blocks of keys only that its rows see. Not with turns, of which all have to
         take as many.
-    half : bool
-        Of a band, a warpgroup whose rows see only one half of the first block of keys has the scores of that half.
     """
 
     br: int
@@ -173,7 +171,6 @@ class WarpgroupForward:
     stages: int = 2
     least: int = 0
     own: bool = False
-    half: bool = False
 
 
 # By columns of the wider of K and V, in slabs: the first that fits, or for softcap and ALiBi the last, which leaves
@@ -1041,7 +1038,7 @@ def _wgmma_forward(problem: Problem, chip: Chip) -> Tiles | None:
             ]
             constants = {
                 "Q_BUFFERS": buffers, "STAGES": shape.stages, "OWN_O": int(own), "TURNS": int(shape.turns),
-                "EVERY_OWN": int(shape.own), "HALF_FIRST": int(shape.half),
+                "EVERY_OWN": int(shape.own),
                 "STATIC_MAXIMUM": int(shape.static), "DYNAMIC": int(uneven),
                 "LOWER": int(lower is not None), "RAGGED": int(problem.ragged),
                 "PRODUCER_REGISTERS": WGMMA_REGISTERS[groups][0], "CONSUMER_REGISTERS": WGMMA_REGISTERS[groups][1],

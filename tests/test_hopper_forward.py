@@ -124,17 +124,12 @@ def test_calls(one, name):
     dict(), dict(causal=True), dict(causal=True, q_offset=-70), dict(window=(70, 40)), dict(window=(3, None), Tk=700),
     dict(kv_lengths=[250, 7], q_lengths=[400, 77]), dict(kv_lengths=[700, 300], causal=True, Tk=700),
 ], ids=str)  # fmt: skip
-@pytest.mark.parametrize("row", [0, 1, 2])
+@pytest.mark.parametrize("row", [0, 1])
 def test_all_shapes_at_64(one, monkeypatch, row, options):
     """Whatever the length: the table goes by it."""
     shape = replace(tiling.WGMMA_FORWARD[64][row], least=0)
     monkeypatch.setitem(tiling.WGMMA_FORWARD, 64, (shape,))
     one.check(make(**(dict(B=2, Hq=2, Tq=400, Tk=420, d=64, dtype=("bfloat16", "float16")[row % 2]) | options)))
-
-
-@pytest.mark.parametrize("offset", [0, 63, 64, 65, 127, 128])
-def test_half_of_the_block_on_the_diagonal(one, offset):
-    one.check(make(B=1, Hq=2, Tq=300, Tk=290, d=128, dtype="bfloat16", causal=True, q_offset=offset))
 
 
 def test_padding_is_never_read(here):
@@ -346,7 +341,6 @@ BROKEN = {
     "boxes into the next sequence": (
         ("PACKED ? first + WARP_ROWS <= stored : first < stored", "first < stored"), packed
     ),
-    "half a block where there is more": (("- 1 <= j0 + BC / 2", "- 1 <= j0 + BC"), plain(causal=True)),
     "one column fewer": (("left < 2 ? left : 2", "left < 2 ? 0 : 2"), plain(causal=True, q_offset=97)),
     "counts of other rows": (
         ("int from = x * ROWS", "int from = (CONSUMERS - 1 - x) * ROWS"), plain(d=64, causal=True)

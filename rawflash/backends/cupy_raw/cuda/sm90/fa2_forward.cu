@@ -35,7 +35,6 @@ constexpr int AT_K = Q_BUFFERS * Q_BYTES, AT_V = AT_K + STAGES * K_BYTES, AT_O =
 constexpr int AT_REST = AT_O + OWN_O * O_BYTES;
 static_assert(BR % ROWS == 0 && BC % 16 == 0 && K_BYTES % SLAB_ALIGNMENT == 0, "rows of products, slabs");
 static_assert(BC / 4 <= 32, "a bit for each column of a thread");
-constexpr bool ONE_HALF = BAND && HALF_FIRST && !EVERY_OWN;
 constexpr bool STATIC = STATIC_MAXIMUM && TYPE == BFLOAT16;
 constexpr float MOST_SHIFT = 16777216.0f;  // 2^24 powers of two: up to there m, multiplied by the scale, is rounded by 1/2 at most
 // Columns of O: the fewest that there is a product for.
@@ -307,18 +306,17 @@ struct Consumer {
     __device__ __forceinline__ int first_row() const { return part * ROWS + warp * WARP_ROWS; }
 
     // Where a mask hides more from some rows than from others, these are taken in turn: so warpgroups have as much to do.
-    __device__ __forceinline__ void take_part(unsigned given) { part = (EVERY_OWN || ONE_HALF) && given % 2 ? CONSUMERS - 1 - group : group; }
+    __device__ __forceinline__ void take_part(unsigned given) { part = EVERY_OWN && given % 2 ? CONSUMERS - 1 - group : group; }
 
-    // S = Q K^T of the first of the block's keys, begun
-    template <int KEYS> __device__ __forceinline__ void begin_scores(unsigned slot, unsigned stage)
+    // S = Q K^T, begun
+    __device__ __forceinline__ void begin_scores(unsigned slot, unsigned stage)
     {
         const unsigned long long q = moved(factor(on_chip), slot * Q_BYTES + part * ROWS * SLAB_ROW);
         const unsigned long long k = moved(factor(on_chip + AT_K), stage * K_BYTES);
         fence_products();
 #pragma unroll
         for (int s = 0; s < ceil_div(D, 16); s++)
-            multiply_ss<KEYS>((float(&)[KEYS / 2])S, moved(q, s / 4 * BR * SLAB_ROW + s % 4 * 32), moved(k, s / 4 * BC * SLAB_ROW + s % 4 * 32),
-                              s > 0);
+            multiply_ss<BC>(S, moved(q, s / 4 * BR * SLAB_ROW + s % 4 * 32), moved(k, s / 4 * BC * SLAB_ROW + s % 4 * 32), s > 0);
         commit_products();
     }
 
@@ -341,7 +339,7 @@ struct Consumer {
     }
 
     // Products -> scores, where these are not multiples of them; keys that a row does not see get -inf.
-    template <bool MASKED, int KEYS> __device__ __forceinline__ void finish_scores(const Piece& piece, int j0)
+    template <bool MASKED> __device__ __forceinline__ void finish_scores(const Piece& piece, int j0)
     {
         const int g = lane / 4, t = lane % 4;
         if constexpr (!PLAIN) {
@@ -349,7 +347,7 @@ struct Consumer {
             for (int r = 0; r < 2; r++) {
                 const float distance = ALIBI ? (float)(piece.position + first_row() + g + 8 * r - j0 - 2 * t) : 0.0f;
 #pragma unroll
-                for (int x = 2 * r; x < KEYS / 2; x += x % 2 ? 3 : 1) {
+                for (int x = 2 * r; x < BC / 2; x += x % 2 ? 3 : 1) {
                     float score = S[x] * unit[1];
                     if constexpr (SOFTCAP)
                         score = unit[2] * branchless_tanh(score);
@@ -370,7 +368,7 @@ struct Consumer {
                 if constexpr (LOWER)
                     seen &= ~columns_before(piece.lower + row - from);
 #pragma unroll
-                for (int x = 2 * r; x < KEYS / 2; x += x % 2 ? 3 : 1)
+                for (int x = 2 * r; x < BC / 2; x += x % 2 ? 3 : 1)
                     if (!(seen >> (x / 4 * 2 + x % 2) & 1))
                         S[x] = -INFINITE;
             }
@@ -379,7 +377,7 @@ struct Consumer {
 
     // m, l -> those with these scores; S -> P = exp(S - m). Returned: has m changed, of any row of the warp? Then alpha is by how much what was
     // summed so far counts. FIRST: nothing was.
-    template <int WAY, bool MASKED, int KEYS, bool FIRST = false> __device__ __forceinline__ bool softmax(float (&alpha)[2])
+    template <int WAY, bool MASKED, bool FIRST = false> __device__ __forceinline__ bool softmax(float (&alpha)[2])
     {
         const float c = unit[0];
         bool moves = false;
@@ -390,7 +388,7 @@ struct Consumer {
             for (int r = 0; r < 2; r++) {
                 highest[r] = S[2 * r];
 #pragma unroll
-                for (int x = 2 * r; x < KEYS / 2; x += x % 2 ? 3 : 1)
+                for (int x = 2 * r; x < BC / 2; x += x % 2 ? 3 : 1)
                     highest[r] = fmaxf(highest[r], S[x]);
                 highest[r] = fmaxf(highest[r], __shfl_xor_sync(WARP, highest[r], 1));
                 highest[r] = fmaxf(highest[r], __shfl_xor_sync(WARP, highest[r], 2));
@@ -418,7 +416,7 @@ struct Consumer {
             }
             const float shifted = shift * c;
 #pragma unroll
-            for (int x = 2 * r; x < KEYS / 2; x += x % 2 ? 3 : 1) {
+            for (int x = 2 * r; x < BC / 2; x += x % 2 ? 3 : 1) {
                 S[x] = exp2_approximately(WAY == CAREFULLY ? (S[x] - shift) * c : fmaf(S[x], c, -shifted));
                 l[r] += S[x];
             }
@@ -426,29 +424,29 @@ struct Consumer {
         return moves;
     }
 
-    template <int KEYS> __device__ __forceinline__ void narrow_P()
+    __device__ __forceinline__ void narrow_P()
     {
 #pragma unroll
         for (int s = 0; s < BC / 16; s++)
 #pragma unroll
             for (int x = 0; x < 4; x++)
-                P[s][x] = s < KEYS / 16 ? word_of(S[8 * s + 2 * x], S[8 * s + 2 * x + 1]) : 0;
+                P[s][x] = word_of(S[8 * s + 2 * x], S[8 * s + 2 * x + 1]);
     }
 
     // What of a piece gives the maximum first: S_j and P_j of the last block of keys.
-    template <int WAY, int KEYS> __device__ __forceinline__ void first_step(const Piece& piece, unsigned slot, int j0)
+    template <int WAY> __device__ __forceinline__ void first_step(const Piece& piece, unsigned slot, int j0)
     {
-        begin_scores<KEYS>(slot, n % STAGES);
+        begin_scores(slot, n % STAGES);
 #pragma unroll
         for (int x = 0; x < WIDTH / 2; x++)
             O[x] = 0;
         await_products<0>();
         if (leads())
             arrive(&rest.empty_K[n % STAGES]);
-        finish_scores<true, KEYS>(piece, j0);
+        finish_scores<true>(piece, j0);
         float alpha[2];
-        softmax<WAY, true, KEYS, true>(alpha);
-        narrow_P<KEYS>();
+        softmax<WAY, true, true>(alpha);
+        narrow_P();
     }
 
     // A step but the first: S_j and O += P_{j-1} V_{j-1}.
@@ -458,7 +456,7 @@ struct Consumer {
         await(&rest.full_K[k], n / STAGES & 1);
         if constexpr (TURNS)
             meet(FIRST_TURN + group, 2 * WARPGROUP);
-        begin_scores<BC>(slot, k);
+        begin_scores(slot, k);
         await(&rest.full_V[v], (n - 1) / STAGES & 1);
         begin_output(v);
         if constexpr (TURNS)
@@ -466,9 +464,9 @@ struct Consumer {
         await_products<1>();  // S_j is there, and nobody reads K_j
         if (leads())
             arrive(&rest.empty_K[k]);
-        finish_scores<MASKED, BC>(piece, j0);
+        finish_scores<MASKED>(piece, j0);
         float alpha[2];
-        const bool moves = softmax<WAY, MASKED, BC>(alpha);
+        const bool moves = softmax<WAY, MASKED>(alpha);
         // The assembler moves arithmetic across a wait, but not what is stored: so the exponentials are taken before it
         *(volatile float*)&rest.pin[threadIdx.x - WARPGROUP] = l[0] + l[1];
         await_products<0>();
@@ -479,7 +477,7 @@ struct Consumer {
             for (int x = 0; x < WIDTH / 2; x++)
                 O[x] *= alpha[x / 2 % 2];
         }
-        narrow_P<BC>();
+        narrow_P();
         n++;
     }
 
@@ -506,15 +504,7 @@ struct Consumer {
         if (own == 0)
             return;
         await(&rest.full_K[n % STAGES], n / STAGES & 1);
-        if constexpr (ONE_HALF) {
-            // Of a block on the diagonal, the upper rows see one half
-            if (__shfl_sync(WARP, piece.upper + (part + 1) * ROWS - 1 <= j0 + BC / 2, 0))
-                first_step<EXACT, BC / 2>(piece, slot, j0);
-            else
-                first_step<EXACT, BC>(piece, slot, j0);
-        } else {
-            first_step<EXACT, BC>(piece, slot, j0);
-        }
+        first_step<EXACT>(piece, slot, j0);
         if constexpr (RAGGED || PACKED)
             clear_values(piece, j0);
         n++;
