@@ -571,9 +571,7 @@ struct Consumer {
         // What is needed of the piece: its place may be another's when Q is released
         const unsigned number = piece.number;
         const int batch = piece.batch, h = piece.head, row = piece.row, rows = piece.rows, stored = piece.stored;
-        __syncwarp();
-        if (lane == 0)
-            arrive(&rest.empty_Q[slot]);
+        arrive_as_warp(&rest.empty_Q[slot]);
         await_products<0>();
         if (own && leads())
             arrive(&rest.empty_V[(n - 1) % STAGES]);
@@ -707,7 +705,7 @@ extern "C" __global__ void __launch_bounds__(ALL_THREADS, 1) fa2_forward(const _
     if (threadIdx.x == 0) {
         for (int x = 0; x < Q_BUFFERS; x++) {
             init_barrier(&rest.full_Q[x], 1);
-            init_barrier(&rest.empty_Q[x], WARPS);
+            init_barrier(&rest.empty_Q[x], WARPS * ARRIVALS);
         }
         for (int x = 0; x < STAGES; x++) {
             init_barrier(&rest.full_K[x], 1), init_barrier(&rest.full_V[x], 1);
@@ -744,8 +742,8 @@ extern "C" __global__ void __launch_bounds__(ALL_THREADS, 1) fa2_forward(const _
     if (consumer.lane == 0) {
         await_stores<0>();
         arrive(&rest.settled);
-        arrive(&rest.empty_Q[given % Q_BUFFERS]);
     }
+    arrive_as_warp(&rest.empty_Q[given % Q_BUFFERS]);
     for (given++;; given++) {
         const unsigned slot = given % Q_BUFFERS;
         await(&rest.full_Q[slot], given / Q_BUFFERS & 1);
