@@ -35,7 +35,7 @@ constexpr int AT_K = Q_BUFFERS * Q_BYTES, AT_V = AT_K + STAGES * K_BYTES, AT_O =
 constexpr int AT_REST = AT_O + OWN_O * O_BYTES;
 static_assert(BR % ROWS == 0 && BC % 16 == 0 && K_BYTES % SLAB_ALIGNMENT == 0, "rows of products, slabs");
 static_assert(BC / 4 <= 32, "a bit for each column of a thread");
-constexpr bool ONE_HALF = BAND && HALF_FIRST && !EVERY_OWN;
+constexpr bool ONE_HALF = BAND && HALF_FIRST && PLAIN && !RAGGED && !PACKED && !EVERY_OWN;  // else products want for registers
 constexpr bool STATIC = STATIC_MAXIMUM && TYPE == BFLOAT16;
 constexpr float MOST_SHIFT = 16777216.0f;  // 2^24 powers of two: up to there m, multiplied by the scale, is rounded by 1/2 at most
 // Columns of O: the fewest that there is a product for.
