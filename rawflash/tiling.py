@@ -93,7 +93,7 @@ WGMMA_BACKWARD_MOST = 256  # head dimension
 WGMMA_BACKWARD_STAGES, WGMMA_BACKWARD_S = {64: 3, 128: 2}, 2  # blocks of Q and dO on chip at once, by Br, and of dS
 WGMMA_WIDE = 64  # Br and Bc where d or dv is above those of WGMMA_BACKWARD
 WGMMA_WIDE_STAGES = (3, 2)  # the first that fits
-WGMMA_WIDE_DQ = 64  # columns of dQ that are in registers at a time
+WGMMA_WIDE_DQ = 64  # columns of dQ that one product has; two of them are in registers
 SPLIT_INPUTS = "split inputs"  # family of cupy_raw's float32 kernels of fa2 that read parts which were split before
 SPLIT_PARTS = 3  # bfloat16 numbers of a float32 one
 SPLIT_LEAST = 512  # rows, and keys that a row sees: with fewer, splitting the inputs costs more than it gains
@@ -464,7 +464,7 @@ def _wgmma_wide(chip: Chip, d: int, dv: int, stages: int) -> Tiles | None:
         Tile("barriers", 2 + 4 * stages, 1, 8),
         Tile("S, P", bc, br, 4, REGISTERS),
         Tile("dP, dS", bc, br, 4, REGISTERS),
-        Tile("dQ", br, WGMMA_WIDE_DQ, 4, REGISTERS),
+        Tile("dQ", br, min(2 * WGMMA_WIDE_DQ, d), 4, REGISTERS),
         Tile("dK", bc, d, 4, REGISTERS),
         Tile("dV", bc, dv, 4, REGISTERS),
     )

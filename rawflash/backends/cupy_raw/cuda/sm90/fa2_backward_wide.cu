@@ -29,8 +29,9 @@ constexpr int HANDED = 2;  // of P and dS each, on chip
 constexpr bool P_WAITS = STAGES > HANDED;  // else Q of a step is there only after P of two steps before was read
 static_assert(BR == SLAB && BC == 64, "one warpgroup's rows of a product, and one slab of them");
 
-// Does S of a step begin while dV of the step before is under way, and dP while dK is? Then P and dS are kept longer, and dQ has fewer registers.
-#define OVERLAP 1
+// Does S of a step begin while dV of the step before is under way, and dP while dK is? Then P and dS are kept longer, and dQ has fewer registers:
+// with sums of 256 columns, too few to compute some of it while others are added.
+constexpr bool OVERLAP = TO_D < 256 && TO_V < 256;
 // Registers of a thread: beside sums of a warpgroup's own there are S, P and what a loop needs; dQ has the rest.
 __device__ constexpr int registers_with(int columns) { return columns == 256 ? (OVERLAP ? 208 : 192) : columns == 192 ? 176 : 168; }
 constexpr int SCORES_REGISTERS = registers_with(TO_V), SLOPES_REGISTERS = registers_with(TO_D), COPYING_REGISTERS = TO_D + TO_V == 512 ? 24 : 40;
@@ -39,6 +40,7 @@ constexpr int ROWS_REGISTERS = REST < 240 ? REST : 240;
 // Columns of one product: the assembler takes no 256 in a kernel of so many threads.
 __device__ constexpr int at_a_time(int columns) { return columns == 256 ? 128 : columns; }
 constexpr int PATCH = BR * DQ_COLUMNS, PATCHES = TO_D / DQ_COLUMNS;  // of dQ's sums
+constexpr bool AHEAD = PATCHES > 1 && DQ_COLUMNS + 40 <= ROWS_REGISTERS;  // is there room for two, so that one is computed while one is added?
 static_assert(TO_D % DQ_COLUMNS == 0 && DQ_COLUMNS / 2 + 40 <= ROWS_REGISTERS, "what tiling.py says of dQ's columns");
 
 // Where things are on chip, in bytes.
@@ -242,6 +244,12 @@ __device__ __forceinline__ void compute_scores(const Call& call, const Work& wor
         for (int steps = work.steps; steps > 0; steps--) {
             const int stage = at.stage, part = steps % HANDED;
 
+            const auto dispose = [&]() {
+                await_products<OVERLAP ? 1 : 0>();  // dV of the step before
+                if (last >= 0 && lane == 0)
+                    arrive(barriers + O_READ + last);
+            };
+
             // S^T = K Q^T
             float S[BR / 2];
             await(barriers + Q_THERE + stage, at.parity);
@@ -252,21 +260,15 @@ __device__ __forceinline__ void compute_scores(const Call& call, const Work& wor
                 fence_shared();
                 meet(BOTH_MEET, BOTH);
             }
-#if !OVERLAP
-            await_products<0>();  // dV of the step before
-            if (last >= 0 && lane == 0)
-                arrive(barriers + O_READ + last);
-#endif
+            if constexpr (!OVERLAP)
+                dispose();
             fence_products();
 #pragma unroll
             for (int n = 0; n < TO_D / SUM; n++)
                 multiply_ss<BR>(S, moved(K, column_step<BC>(n)), moved(Q, column_step<BR>(n)) + stage * (Q_BYTES >> 4), n > 0);
             commit_products();
-#if OVERLAP
-            await_products<1>();  // dV of the step before
-            if (last >= 0 && lane == 0)
-                arrive(barriers + O_READ + last);
-#endif
+            if constexpr (OVERLAP)
+                dispose();
             await_products<0>();
 
             // P = exp(S - lse), at most 1 whatever was rounded; NaN stays NaN
@@ -326,26 +328,26 @@ __device__ __forceinline__ void compute_slopes(const Call& call, const Work& wor
         for (int steps = work.steps; steps > 0; steps--) {
             const int stage = at.stage, part = steps % HANDED;
 
+            const auto dispose = [&]() {
+                await_products<OVERLAP ? 1 : 0>();  // dK of the step before
+                if (last >= 0 && lane == 0)
+                    arrive(barriers + Q_READ + last);
+            };
+
             // dP^T = V dO^T
             float dP[BR / 2];
             await(barriers + O_THERE + stage, at.parity);
             if (rows_end(call, work, i0))
                 meet(BOTH_MEET, BOTH);  // rows that do not exist are cleared
-#if !OVERLAP
-            await_products<0>();  // dK of the step before
-            if (last >= 0 && lane == 0)
-                arrive(barriers + Q_READ + last);
-#endif
+            if constexpr (!OVERLAP)
+                dispose();
             fence_products();
 #pragma unroll
             for (int n = 0; n < TO_V / SUM; n++)
                 multiply_ss<BR>(dP, moved(V, column_step<BC>(n)), moved(dO, column_step<BR>(n)) + stage * (DO_BYTES >> 4), n > 0);
             commit_products();
-#if OVERLAP
-            await_products<1>();  // dK of the step before
-            if (last >= 0 && lane == 0)
-                arrive(barriers + Q_READ + last);
-#endif
+            if constexpr (OVERLAP)
+                dispose();
 
             meet(P_THERE + part, BOTH);
             uint4 P[BR / SUM];
@@ -419,24 +421,38 @@ __device__ __forceinline__ void compute_rows(const Call& call, const Work& work,
     await_keys(call, work, on_chip, barriers);
     for (int steps = work.steps; steps > 0; steps--) {
         const int part = steps % HANDED;
-        meet(DS_THERE + part, BOTH);
-#pragma unroll
-        for (int patch = 0; patch < PATCHES; patch++) {
-            // dQ_i = dS K
-            float dQ[DQ_COLUMNS / 2];
+        float dQ[AHEAD ? 2 : 1][DQ_COLUMNS / 2];
+
+        // dQ_i = dS K
+        const auto begin_dQ = [&](float (&x)[DQ_COLUMNS / 2], int patch) {
             fence_products();
 #pragma unroll
             for (int n = 0; n < BC / SUM; n++)
-                multiply_ss<DQ_COLUMNS, true, true>(dQ, moved(dS_across, n * ROW_STEP) + part * (TILE >> 4),
+                multiply_ss<DQ_COLUMNS, true, true>(x, moved(dS_across, n * ROW_STEP) + part * (TILE >> 4),
                                                     moved(K_across, patch * (DQ_COLUMNS / SLAB) * BC * SLAB_ROW + n * ROW_STEP), n > 0);
             commit_products();
-            await_products<0>();  // dQ
+        };
+
+        meet(DS_THERE + part, BOTH);
+        if constexpr (AHEAD)
+            begin_dQ(dQ[0], 0);
+#pragma unroll
+        for (int patch = 0; patch < PATCHES; patch++) {
+            float(&x)[DQ_COLUMNS / 2] = dQ[AHEAD ? patch % 2 : 0];
+            if constexpr (!AHEAD)
+                begin_dQ(x, patch);
+            else if (patch + 1 < PATCHES)
+                begin_dQ(dQ[(patch + 1) % 2], patch + 1);
+            if (AHEAD && patch + 1 < PATCHES)
+                await_products<1>();  // x
+            else
+                await_products<0>();  // x
             if (patch + 1 == PATCHES && steps > HANDED)
                 announce(DS_READ + part, BOTH);
 #pragma unroll
             for (int n = 0; n < DQ_COLUMNS / 8; n++)
                 atomicAdd(reinterpret_cast<float4*>(sums + patch * PATCH + n * WARP_LANES * LANE_NUMBERS),
-                          make_float4(dQ[4 * n], dQ[4 * n + 1], dQ[4 * n + 2], dQ[4 * n + 3]));
+                          make_float4(x[4 * n], x[4 * n + 1], x[4 * n + 2], x[4 * n + 3]));
         }
         i0 += BR, sums += BR * TO_D;
         if (i0 >= work.i_high) {
