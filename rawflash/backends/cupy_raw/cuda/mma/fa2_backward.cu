@@ -28,21 +28,25 @@
 #include "halves.cuh"
 
 constexpr int WARPS = THREADS / WARP_SIZE;
-constexpr int KEY_WARPS = BC / 16;  // of sixteen own rows each: keys, or rows of fa2_backward_queries
-constexpr int SHARING = WARPS / KEY_WARPS;  // warps that share sixteen own rows
+constexpr int OWN = 16 * SIXTEENS;  // own rows of a warp: keys, or rows of fa2_backward_queries
+constexpr int SHARING = WARPS * OWN / BC;  // warps that share them
+constexpr bool BY_COLUMNS = SHARING == 2 && COLUMN_PARTS == 2, BY_ROWS = SHARING == 2 && COLUMN_PARTS == 1;  // what each has of the sums
 constexpr int COLUMNS_D = line_columns(D), COLUMNS_V = line_columns(DV), COLUMNS_S = line_columns(BR);
 
 // Where the tiles begin, in bytes. OWN: K, V, or Q, dO of fa2_backward_queries; PASSING: Q, dO, or K, V, for one step or two.
 constexpr int OWN_V = BC * COLUMNS_D * 2, PASSING = OWN_V + BC * COLUMNS_V * 2;
 constexpr int PASSING_V = BR * COLUMNS_D * 2, STAGE = PASSING_V + BR * COLUMNS_V * 2;
-constexpr int FACTOR = BC * COLUMNS_S * 2, FACTORS = SHARING * FACTOR;  // dS^T, and before it P^T where it is there
+constexpr int FACTOR = BC * COLUMNS_S * 2, FACTORS = (BY_COLUMNS + S_STAGES) * FACTOR;  // dS^T, and before it P^T where it is there
 constexpr int STATISTICS = 2 * BR * (int)sizeof(float);                 // lse, delta of a step
 constexpr int STAGES = (TILE_BYTES - PASSING - FACTORS) / (STAGE + STATISTICS);
-constexpr int FACTORS_AT = PASSING + STAGES * STAGE, DS_AT = FACTORS_AT + FACTORS - FACTOR, STATISTICS_AT = FACTORS_AT + FACTORS;
+constexpr int FACTORS_AT = PASSING + STAGES * STAGE, DS_AT = FACTORS_AT + BY_COLUMNS * FACTOR, STATISTICS_AT = FACTORS_AT + FACTORS;
 constexpr int ROWS_AT = STATISTICS_AT + STAGES * STATISTICS, ROWS_BYTES = 64;
 static_assert(ROWS_AT + ROWS_BYTES == TILE_BYTES && (STAGES == 1 || STAGES == 2), "the plan's tiles");
-static_assert(WARPS == KEY_WARPS * SHARING && (SHARING == 1 || SHARING == 2) && BR % 32 == 0, "whole pieces");
+static_assert(WARPS * OWN == BC * SHARING && (SHARING == 1 || SHARING == 2) && COLUMN_PARTS <= SHARING && BR % 32 == 0, "whole pieces");
 static_assert(THREADS >= 2 * BR, "a thread has one number of lse or delta");
+
+constexpr bool LATE = S_STAGES == 2 && !DETERMINISTIC;  // dQ is added a step later, and one barrier a step is enough
+static_assert(S_STAGES == 1 || STAGES == 2, "they take turns as Q and dO do");
 
 constexpr int FAR = 1 << 30;  // beyond all rows and keys of a call that these kernels take
 constexpr unsigned TILE_ALIGNMENT = 1024;
@@ -53,14 +57,14 @@ constexpr bool IN_SUMS = PLAIN && !DROPOUT;
 constexpr bool POWERS = IN_SUMS && SCALE_LATER;
 
 // A warp's part of Br in S and dP, and how many of those rows are there at once where options make their code long.
-constexpr int WARP_PART = BR / SHARING, MOST = WARP_PART < 64 ? WARP_PART : 64, AT_ONCE = 16;
+constexpr int WARP_PART = BR / SHARING, MANY = 64 / SIXTEENS, MOST = WARP_PART < MANY ? WARP_PART : MANY, AT_ONCE = 16;
 
 // A warp's part of the columns of dK, dV or fa2_backward_queries' dQ: pieces of sixteen.
 template <int N> struct Part {
-    static constexpr int COUNT = ceil_div(depth_columns(N) / 16, SHARING), COLUMNS = 16 * COUNT;
+    static constexpr int COUNT = ceil_div(depth_columns(N) / 16, COLUMN_PARTS), COLUMNS = COLUMN_PARTS == 1 ? 0 : 16 * COUNT;
 };
 
-constexpr bool MANY_SUMS = Part<D>::COUNT + Part<DV>::COUNT > 8;
+constexpr bool MANY_SUMS = SIXTEENS * (Part<D>::COUNT + Part<DV>::COUNT) > 8;
 
 __device__ __forceinline__ int own_warp() { return threadIdx.x / WARP_SIZE / SHARING; }
 __device__ __forceinline__ int part_of_warp() { return SHARING == 1 ? 0 : threadIdx.x / WARP_SIZE % SHARING; }
@@ -76,83 +80,93 @@ template <int COUNT, int COLUMNS> __device__ __forceinline__ unsigned column_pie
 
 // ---- products of a warp ----------------------------------------------------------------------------------------------------------
 
-// X = A B^T over N columns: sixteen rows of A, ROWS of B from row y on.
-template <int N, int ROWS> __device__ __forceinline__ void row_products(float (&X)[ROWS / 8][4], unsigned a, unsigned b, int y)
+template <int M, int COUNT> __device__ __forceinline__ void clear(float (&X)[M][COUNT][4])
 {
 #pragma unroll
-    for (int n = 0; n < ROWS / 8; n++)
+    for (int m = 0; m < M; m++)
 #pragma unroll
-        for (int e = 0; e < 4; e++)
-            X[n][e] = 0;
+        for (int n = 0; n < COUNT; n++)
+#pragma unroll
+            for (int e = 0; e < 4; e++)
+                X[m][n][e] = 0;
+}
+
+// X = A B^T over N columns: the own rows of A, ROWS of B from row y on.
+template <int N, int ROWS> __device__ __forceinline__ void row_products(float (&X)[SIXTEENS][ROWS / 8][4], unsigned a, unsigned b, int y)
+{
+    clear(X);
 #pragma unroll
     for (int k = 0; k < depth_columns(N); k += 16) {
-        unsigned A[4];
-        read_piece<line_columns(N)>(A, a, 0, k);
+        unsigned A[SIXTEENS][4];
+#pragma unroll
+        for (int m = 0; m < SIXTEENS; m++)
+            read_piece<line_columns(N)>(A[m], a, 16 * m, k);
 #pragma unroll
         for (int n = 0; n < ROWS / 16; n++) {
             unsigned B[4];
             read_piece<line_columns(N)>(B, b, y + 16 * n, k);
-            multiply_both(X[2 * n], X[2 * n + 1], A, B);
+#pragma unroll
+            for (int m = 0; m < SIXTEENS; m++)
+                multiply_both(X[m][2 * n], X[m][2 * n + 1], A[m], B);
         }
     }
 }
 
 // X += A B: A as pieces of sixteen columns, B the DEPTH rows of a tile from row y on, the warp's part of its N columns.
 template <int N, int DEPTH, class A>
-__device__ __forceinline__ void add_product(float (&X)[2 * Part<N>::COUNT][4], const A& a, unsigned b, int y)
+__device__ __forceinline__ void add_product(float (&X)[SIXTEENS][2 * Part<N>::COUNT][4], const A& a, unsigned b, int y)
 {
     constexpr int COUNT = Part<N>::COUNT;
 #pragma unroll
     for (int s = 0; s < DEPTH / 16; s++) {
-        unsigned factor[4];
-        a(factor, s);
+        unsigned factor[SIXTEENS][4];
+#pragma unroll
+        for (int m = 0; m < SIXTEENS; m++)
+            a(factor[m], m, s);
 #pragma unroll
         for (int n = 0; n < COUNT; n++) {
             unsigned B[4];
             load_matrices_transposed(B, column_piece<COUNT, line_columns(N)>(b, y + 16 * s, part_of_warp() * Part<N>::COLUMNS, n));
-            multiply_both(X[2 * n], X[2 * n + 1], factor, B);
+#pragma unroll
+            for (int m = 0; m < SIXTEENS; m++)
+                multiply_both(X[m][2 * n], X[m][2 * n + 1], factor[m], B);
         }
     }
 }
 
-template <int COUNT> __device__ __forceinline__ void clear(float (&X)[COUNT][4])
-{
-#pragma unroll
-    for (int n = 0; n < COUNT; n++)
-#pragma unroll
-        for (int e = 0; e < 4; e++)
-            X[n][e] = 0;
-}
-
-// Sixteen rows of numbers as pieces of an operand.
+// The own rows of numbers as pieces of an operand.
 template <int COUNT> struct Operand {
-    unsigned piece[COUNT / 2][4];
+    unsigned piece[SIXTEENS][COUNT / 2][4];
 
-    __device__ __forceinline__ Operand(const float (&X)[COUNT][4])
+    __device__ __forceinline__ Operand(const float (&X)[SIXTEENS][COUNT][4])
     {
 #pragma unroll
-        for (int n = 0; n < COUNT; n++)
+        for (int m = 0; m < SIXTEENS; m++)
 #pragma unroll
-            for (int half = 0; half < 2; half++)
-                piece[n / 2][n % 2 * 2 + half] = pair_of(X[n][2 * half], X[n][2 * half + 1]);
+            for (int n = 0; n < COUNT; n++)
+#pragma unroll
+                for (int half = 0; half < 2; half++)
+                    piece[m][n / 2][n % 2 * 2 + half] = pair_of(X[m][n][2 * half], X[m][n][2 * half + 1]);
     }
 
-    __device__ __forceinline__ void operator()(unsigned (&words)[4], int s) const
+    __device__ __forceinline__ void operator()(unsigned (&words)[4], int m, int s) const
     {
 #pragma unroll
         for (int e = 0; e < 4; e++)
-            words[e] = piece[s][e];
+            words[e] = piece[m][s][e];
     }
 
     // Into the warp's own rows of a tile, from column x on.
     __device__ __forceinline__ void put(unsigned tile, int x) const
     {
-        const int y = 16 * own_warp() + lane_g();
+        const int y = OWN * own_warp() + lane_g();
 #pragma unroll
         for (int n = 0; n < COUNT; n++)
 #pragma unroll
-            for (int half = 0; half < 2; half++)
-                store_shared(tile + chunk_at<COLUMNS_S>(y, x / 8 + n) + half * 8 * (COLUMNS_S * 2) + 4 * lane_t(), piece[n / 2][n % 2 * 2 + half]);
+            for (int half = 0; half < 2 * SIXTEENS; half++)
+                store_shared(
+                    tile + chunk_at<COLUMNS_S>(y, x / 8 + n) + half * 8 * (COLUMNS_S * 2) + 4 * lane_t(),
+                    piece[half / 2][n / 2][n % 2 * 2 + half % 2]);
     }
 };
 
@@ -160,7 +174,7 @@ template <int COUNT> struct Operand {
 struct PassedOperand {
     unsigned at;
 
-    __device__ __forceinline__ void operator()(unsigned (&words)[4], int s) const { read_piece<COLUMNS_S>(words, at, 0, 16 * s); }
+    __device__ __forceinline__ void operator()(unsigned (&words)[4], int m, int s) const { read_piece<COLUMNS_S>(words, at, 16 * m, 16 * s); }
 };
 
 // ---- P and dS of a warp ------------------------------------------------------------------------------------------------------------
@@ -171,20 +185,20 @@ struct PassingRows {
     __device__ __forceinline__ float2 pair(int n, int) const { return *reinterpret_cast<const float2*>(first + 8 * n); }
 };
 struct OwnRows {
-    float x[2];
+    float x[2 * SIXTEENS];
     __device__ __forceinline__ float2 pair(int, int half) const { return make_float2(x[half], x[half]); }
 };
 
-// Which passing rows see, or are seen by, the lane's own rows (lane_g() and that plus 8): from `first` on, before `end`, both plus 8 for the
-// second of them; before `count`. `own`: of the own rows from the lane's first on so many exist. Passing rows are counted from the lane's first
+// Which passing rows see, or are seen by, the lane's own rows (lane_g() and that plus 8, ...): from `first` on, before `end`, both plus 8 for the
+// second of them, and so on; before `count`. `own`: of the own rows from the lane's first on so many exist. Passing rows are counted from the lane's first
 // of the tile.
 struct Seen {
     int first, end, count, own;
 
-    // Is there nothing at 8 n + e % 2 of half e / 2?
-    __device__ __forceinline__ bool hides(int n, int e) const
+    // Is there nothing at 8 n + e % 2 of half e / 2 of the mth sixteen own rows?
+    __device__ __forceinline__ bool hides(int m, int n, int e) const
     {
-        const int half = e / 2, at = 8 * n + e % 2;
+        const int half = 2 * m + e / 2, at = 8 * n + e % 2;
         int low = -FAR, high = count;
         if constexpr (BAND) {
             low = first + 8 * half;
@@ -197,63 +211,72 @@ struct Seen {
 
 // The same by a bit for each.
 struct Looked {
-    unsigned hidden;
-    __device__ __forceinline__ bool hides(int n, int e) const { return (hidden >> (4 * n + e) & 1) != 0; }
+    unsigned hidden[SIXTEENS];
+    __device__ __forceinline__ bool hides(int m, int n, int e) const { return (hidden[m] >> (4 * n + e) & 1) != 0; }
 };
 
 __device__ __forceinline__ int narrow_far(long long x) { return (int)clamp(x, -FAR, FAR); }
 
 // P = exp(S - lse), where it is not hidden.
 template <int COUNT, class Rows, class Hidden>
-__device__ __forceinline__ void probabilities(float (&S)[COUNT][4], float scale, const Rows& lse, bool partial, const Hidden& hidden)
+__device__ __forceinline__ void probabilities(float (&S)[SIXTEENS][COUNT][4], float scale, const Rows& lse, bool partial, const Hidden& hidden)
 {
 #pragma unroll
     for (int n = 0; n < COUNT; n++)
 #pragma unroll
-        for (int half = 0; half < 2; half++) {
+        for (int half = 0; half < 2 * SIXTEENS; half++) {
             const float2 l = lse.pair(n, half);
-            S[n][2 * half] = multiply_add(S[n][2 * half], scale, -l.x);
-            S[n][2 * half + 1] = multiply_add(S[n][2 * half + 1], scale, -l.y);
+            float(&x)[4] = S[half / 2][n];
+            x[half % 2 * 2] = multiply_add(x[half % 2 * 2], scale, -l.x);
+            x[half % 2 * 2 + 1] = multiply_add(x[half % 2 * 2 + 1], scale, -l.y);
         }
     if (partial) {
         const auto of = hidden();
 #pragma unroll
-        for (int n = 0; n < COUNT; n++)
+        for (int m = 0; m < SIXTEENS; m++)
 #pragma unroll
-            for (int e = 0; e < 4; e++)
-                if (of.hides(n, e))
-                    S[n][e] = -INFINITE;
+            for (int n = 0; n < COUNT; n++)
+#pragma unroll
+                for (int e = 0; e < 4; e++)
+                    if (of.hides(m, n, e))
+                        S[m][n][e] = -INFINITE;
     }
 #pragma unroll
     for (int n = 0; n < COUNT; n++)
 #pragma unroll
-        for (int e = 0; e < 4; e++) {
-            const float above = least_or_nan(S[n][e], 0);  // P <= 1, whatever was rounded; NaN stays NaN
-            S[n][e] = POWERS ? exp2_approximately(above) : exponential(above);
-        }
+        for (int m = 0; m < SIXTEENS; m++)
+#pragma unroll
+            for (int e = 0; e < 4; e++) {
+                const float above = least_or_nan(S[m][n][e], 0);  // P <= 1, whatever was rounded; NaN stays NaN
+                S[m][n][e] = POWERS ? exp2_approximately(above) : exponential(above);
+            }
 }
 
 // dP -> dS = P (dP - delta), where it is not hidden.
 template <int COUNT, class Rows, class Hidden>
 __device__ __forceinline__ void gradients_of_scores(
-    float (&dP)[COUNT][4], const float (&P)[COUNT][4], const Rows& delta, bool partial, const Hidden& hidden)
+    float (&dP)[SIXTEENS][COUNT][4], const float (&P)[SIXTEENS][COUNT][4], const Rows& delta, bool partial, const Hidden& hidden)
 {
     if (partial) {  // dP of a hidden key may have overflown
         const auto of = hidden();
 #pragma unroll
-        for (int n = 0; n < COUNT; n++)
+        for (int m = 0; m < SIXTEENS; m++)
 #pragma unroll
-            for (int e = 0; e < 4; e++)
-                if (of.hides(n, e))
-                    dP[n][e] = 0;
+            for (int n = 0; n < COUNT; n++)
+#pragma unroll
+                for (int e = 0; e < 4; e++)
+                    if (of.hides(m, n, e))
+                        dP[m][n][e] = 0;
     }
 #pragma unroll
     for (int n = 0; n < COUNT; n++)
 #pragma unroll
-        for (int half = 0; half < 2; half++) {
+        for (int half = 0; half < 2 * SIXTEENS; half++) {
             const float2 d = delta.pair(n, half);
-            dP[n][2 * half] = P[n][2 * half] * (dP[n][2 * half] - d.x);
-            dP[n][2 * half + 1] = P[n][2 * half + 1] * (dP[n][2 * half + 1] - d.y);
+            float(&x)[4] = dP[half / 2][n];
+            const float(&p)[4] = P[half / 2][n];
+            x[half % 2 * 2] = p[half % 2 * 2] * (x[half % 2 * 2] - d.x);
+            x[half % 2 * 2 + 1] = p[half % 2 * 2 + 1] * (x[half % 2 * 2 + 1] - d.y);
         }
 }
 
@@ -303,30 +326,32 @@ template <int COUNT> __device__ __forceinline__ unsigned kept_of_keys(const Call
 template <bool OWN_KEYS, bool LOOK, int COUNT, class Rows, class SeenFrom, class Take>
 __device__ __forceinline__ void score_gradients(
     const Call& call, const Head& at, const Tile& tile, const SeenFrom& seen_from, int first, const Rows& lse, const Rows& delta,
-    float (&dS)[COUNT][4], const Take& take)
+    float (&dS)[SIXTEENS][COUNT][4], const Take& take)
 {
     constexpr int ROWS = 8 * COUNT;
     const unsigned d = tile.passing_d + lane_columns<COLUMNS_D>(), dv = tile.passing_v + lane_columns<COLUMNS_V>();
     const int x = tile.m * BR + first + 2 * lane_t();
     auto passing = [&](int n, int e) { return tile.passing + x + 8 * n + e % 2; };
-    auto own = [&](int e) { return tile.own + e / 2 * 8; };
-    float P[COUNT][4];
+    auto own = [&](int m, int e) { return tile.own + 16 * m + e / 2 * 8; };
+    float P[SIXTEENS][COUNT][4];
     row_products<D, ROWS>(P, tile.own_d, d, first);
     if constexpr (IN_SUMS) {
-        unsigned looked = 0;
+        Looked looked = {};
         if constexpr (LOOK) {
             static_assert(4 * COUNT <= 32, "a bit for each");
 #pragma unroll
-            for (int n = 0; n < COUNT; n++)
+            for (int m = 0; m < SIXTEENS; m++)
 #pragma unroll
-                for (int e = 0; e < 4; e++)
-                    if (!visible(call, at, OWN_KEYS ? passing(n, e) : own(e), OWN_KEYS ? own(e) : passing(n, e)))
-                        looked |= 1u << (4 * n + e);
+                for (int n = 0; n < COUNT; n++)
+#pragma unroll
+                    for (int e = 0; e < 4; e++)
+                        if (!visible(call, at, OWN_KEYS ? passing(n, e) : own(m, e), OWN_KEYS ? own(m, e) : passing(n, e)))
+                            looked.hidden[m] |= 1u << (4 * n + e);
         }
         const bool partial = tile.kind != FULL;
         auto hides = [&] {  // found where it is needed: until then it takes no registers
             if constexpr (LOOK)
-                return Looked{looked};
+                return looked;
             else
                 return seen_from(tile.m * BR + first + 2 * lane_t());
         };
@@ -338,25 +363,28 @@ __device__ __forceinline__ void score_gradients(
         gradients_of_scores(dS, P, delta, partial, hides);
     } else {
         row_products<DV, ROWS>(dS, tile.own_v, dv, first);
-        unsigned keeps = 0;
-        if constexpr (DROPOUT && OWN_KEYS)
-            keeps = kept_of_keys<COUNT>(call, at, tile.own, tile.passing + x);
 #pragma unroll
-        for (int n = 0; n < COUNT; n++)
+        for (int m = 0; m < SIXTEENS; m++) {
+            unsigned keeps = 0;
+            if constexpr (DROPOUT && OWN_KEYS)
+                keeps = kept_of_keys<COUNT>(call, at, own(m, 0), tile.passing + x);
 #pragma unroll
-            for (int e = 0; e < 4; e++) {
-                auto statistic = [&](const Rows& rows) {
-                    const float2 pair = rows.pair(n, e / 2);
-                    return e % 2 ? pair.y : pair.x;
-                };
-                float p, ds;
-                const long long i = OWN_KEYS ? passing(n, e) : own(e), j = OWN_KEYS ? own(e) : passing(n, e);
-                visible_gradient<true>(
-                    call, at, tile.kind, P[n][e], dS[n][e], [&] { return statistic(lse); }, [&] { return statistic(delta); },
-                    [&] { return OWN_KEYS ? (keeps >> (4 * n + e) & 1) != 0 : kept(call, at.s.b, at.h, i, j); }, i, j, p, ds);
-                P[n][e] = p;
-                dS[n][e] = ds;
-            }
+            for (int n = 0; n < COUNT; n++)
+#pragma unroll
+                for (int e = 0; e < 4; e++) {
+                    auto statistic = [&](const Rows& rows) {
+                        const float2 pair = rows.pair(n, 2 * m + e / 2);
+                        return e % 2 ? pair.y : pair.x;
+                    };
+                    float p, ds;
+                    const long long i = OWN_KEYS ? passing(n, e) : own(m, e), j = OWN_KEYS ? own(m, e) : passing(n, e);
+                    visible_gradient<true>(
+                        call, at, tile.kind, P[m][n][e], dS[m][n][e], [&] { return statistic(lse); }, [&] { return statistic(delta); },
+                        [&] { return OWN_KEYS ? (keeps >> (4 * n + e) & 1) != 0 : kept(call, at.s.b, at.h, i, j); }, i, j, p, ds);
+                    P[m][n][e] = p;
+                    dS[m][n][e] = ds;
+                }
+        }
         take(P);
     }
 }
@@ -414,16 +442,14 @@ constexpr int ACROSS = best_grid();
 constexpr int QUERY_M = ceil_div(QUERY_ROWS, WARPS / ACROSS), QUERY_N = ceil_div(QUERY_COLUMNS, ACROSS);  // of a warp
 
 // Add dQ = dS K to its sums, as far as there are rows: `left` from the first on.
-__device__ __forceinline__ void add_queries(float* sums, unsigned on_chip, int left)
+__device__ __forceinline__ void add_queries(float* sums, unsigned K_j, unsigned dS_i, int left)
 {
     const int row = threadIdx.x / WARP_SIZE / ACROSS * QUERY_M, column = threadIdx.x / WARP_SIZE % ACROSS * QUERY_N;
     if (row >= QUERY_ROWS || 16 * row >= left || column >= QUERY_COLUMNS)
         return;
-    const unsigned dS = on_chip + DS_AT + lane_columns<COLUMNS_S>(), K = on_chip + lane_rows<COLUMNS_D>();
+    const unsigned dS = dS_i + lane_columns<COLUMNS_S>(), K = K_j + lane_rows<COLUMNS_D>();
     float X[QUERY_M][2 * QUERY_N][4];
-#pragma unroll
-    for (int m = 0; m < QUERY_M; m++)
-        clear(X[m]);
+    clear(X);
 #pragma unroll
     for (int s = 0; s < BC / 16; s++) {
         unsigned A[QUERY_M][4];
@@ -441,6 +467,7 @@ __device__ __forceinline__ void add_queries(float* sums, unsigned on_chip, int l
                 multiply_both(X[m][2 * n], X[m][2 * n + 1], A[m], B);
         }
     }
+    __syncwarp();  // else the compiler does the products of some rows only where there are such, with no other work to wait in
 #pragma unroll
     for (int m = 0; m < QUERY_M; m++)
         if (16 * (row + m) < left)
@@ -452,27 +479,73 @@ __device__ __forceinline__ void add_queries(float* sums, unsigned on_chip, int l
 
 // ---- kernels -------------------------------------------------------------------------------------------------------------------------
 
+struct Source {  // of a thread's part of a block of rows
+    const elem *q, *dout;
+    const float* statistic;
+};
+
 struct Walk {  // a step: the m-th block of passing rows, of the h-th head of the group, and the class of the tile
     int m, h, kind;
 };
 
-// Write sixteen own rows of a gradient from a warp's part of their columns, or from the two parts of two warps. Through the tile at `own`, which
-// nobody reads any more. `full` of the rows get numbers, the others up to `exist` are padding.
+// Where warps have sums over parts of Br: each gives those of the other's sixteen own rows to it, and adds what it gets to its own. Through
+// shared memory that nobody reads any more; all threads of the block call it.
+template <int N> __device__ __forceinline__ void exchange(float (&X)[SIXTEENS][2 * Part<N>::COUNT][4], unsigned at)
+{
+    constexpr int COUNT = 2 * Part<N>::COUNT, BYTES = COUNT * WARP_SIZE * 16;
+    static_assert(!BY_ROWS || PASSING + WARPS * BYTES <= STATISTICS_AT, "they have room");
+    const unsigned warp = threadIdx.x / WARP_SIZE, lane = threadIdx.x % WARP_SIZE;
+    const bool second = part_of_warp() == 1;
+    auto place = [&](unsigned of, int n) { return at + of * BYTES + (n * WARP_SIZE + lane) * 16; };
+    __syncthreads();
+#pragma unroll
+    for (int n = 0; n < COUNT; n++) {
+        unsigned words[4];
+#pragma unroll
+        for (int e = 0; e < 4; e++) {
+            words[e] = __float_as_uint(second ? X[0][n][e] : X[SIXTEENS - 1][n][e]);
+            X[0][n][e] = second ? X[SIXTEENS - 1][n][e] : X[0][n][e];
+        }
+        store_shared(place(warp, n), words);
+    }
+    __syncthreads();
+#pragma unroll
+    for (int n = 0; n < COUNT; n++) {
+        const uint4 words = load_shared(place(warp ^ 1, n));
+        X[0][n][0] += __uint_as_float(words.x);
+        X[0][n][1] += __uint_as_float(words.y);
+        X[0][n][2] += __uint_as_float(words.z);
+        X[0][n][3] += __uint_as_float(words.w);
+    }
+}
+
+// Write the own rows of a gradient: from the parts of warps, of columns or, once exchanged, of rows. Through a tile that nobody reads any
+// more. `full` of the rows get numbers, the others up to `exist` are padding.
 template <int N>
 __device__ __forceinline__ void store_own(
-    const float (&X)[1][2 * Part<N>::COUNT][4], float factor, unsigned own, elem* to, long long stride, int full, int exist)
+    float (&X)[SIXTEENS][2 * Part<N>::COUNT][4], float factor, unsigned base, int tile, elem* to, long long stride, int full, int exist)
 {
-    constexpr int ROW_BYTES = line_columns(N) * 2;
-    const int y = 16 * own_warp();
-    const float factors[2] = {factor, factor};
-    const bool empty[2] = {y + lane_g() >= full, y + lane_g() + 8 >= full};
-    put_rows<line_columns(N)>(X, factors, empty, own + y * ROW_BYTES, part_of_warp() * Part<N>::COLUMNS / CHUNK_HALVES);
-    if constexpr (SHARING == 1)
-        __syncwarp();
-    else
+    constexpr int ROW_BYTES = line_columns(N) * 2, M = BY_ROWS ? 1 : SIXTEENS;  // M sixteens of a warp, or of two
+    if constexpr (BY_ROWS)
+        exchange<N>(X, base + PASSING);
+    const int y = BY_ROWS ? 16 * (threadIdx.x / WARP_SIZE) : OWN * own_warp();
+    float factors[2 * M];
+    bool empty[2 * M];
+#pragma unroll
+    for (int half = 0; half < 2 * M; half++) {
+        factors[half] = factor;
+        empty[half] = y + lane_g() + 8 * half >= full;
+    }
+    put_rows<line_columns(N)>(
+        reinterpret_cast<const float(&)[M][2 * Part<N>::COUNT][4]>(X), factors, empty, base + tile + y * ROW_BYTES,
+        part_of_warp() * Part<N>::COLUMNS / CHUNK_HALVES);
+    if constexpr (BY_COLUMNS)
         __syncthreads();  // all columns of the rows are there
-    const int first = y + part_of_warp() * (16 / SHARING);
-    write_rows<16 / SHARING, N>(own + first * ROW_BYTES, [&](int n) { return first + n < exist ? to + (first + n) * stride : nullptr; });
+    else
+        __syncwarp();
+    constexpr int ROWS = 16 * M / (BY_COLUMNS ? 2 : 1);
+    const int first = y + (BY_COLUMNS ? part_of_warp() * ROWS : 0);
+    write_rows<ROWS, N>(base + tile + first * ROW_BYTES, [&](int n) { return first + n < exist ? to + (first + n) * stride : nullptr; });
 }
 
 // The rows that see a block of keys, counted from i_low on, or i_first in the arrays: `steps` blocks of Br of each head up to h_end, of which
@@ -501,26 +574,33 @@ __device__ __forceinline__ KeyBlock key_block(const Call& call, unsigned block)
     return keys;
 }
 
-// dV += P^T dO and dK += dS^T Q for ROWS rows of Q, from row `first` of the block on; or P^T and dS^T for them, where two warps share the sums.
+// dV += P^T dO and dK += dS^T Q for ROWS rows of Q, from row `first` of the block on. dS^T goes to its tile for dQ, and P^T too where two warps
+// have parts of the columns of the sums.
 template <int ROWS, bool LOOK, class SeenFrom>
 __device__ __forceinline__ void add_rows(
-    const Call& call, const Head& at, const Tile& tile, const SeenFrom& seen_from, unsigned on_chip, const float* lse, int first,
-    float (&dK)[2 * Part<D>::COUNT][4], float (&dV)[2 * Part<DV>::COUNT][4])
+    const Call& call, const Head& at, const Tile& tile, const SeenFrom& seen_from, unsigned P_i, unsigned dS_i, const float* lse, int first,
+    float (&dK)[SIXTEENS][2 * Part<D>::COUNT][4], float (&dV)[SIXTEENS][2 * Part<DV>::COUNT][4])
 {
     const PassingRows of_lse = {lse + first + 2 * lane_t()}, of_delta = {of_lse.first + BR};
-    float dS[ROWS / 8][4];
-    score_gradients<true, LOOK>(call, at, tile, seen_from, first, of_lse, of_delta, dS, [&](const float (&P)[ROWS / 8][4]) {
+    float dS[SIXTEENS][ROWS / 8][4];
+    score_gradients<true, LOOK>(call, at, tile, seen_from, first, of_lse, of_delta, dS, [&](const float (&P)[SIXTEENS][ROWS / 8][4]) {
         const Operand<ROWS / 8> factor(P);
-        if constexpr (SHARING == 1)
-            add_product<DV, ROWS>(dV, factor, tile.passing_v + lane_rows<COLUMNS_V>(), first);
-        else
-            factor.put(on_chip + FACTORS_AT, first);
+        if constexpr (BY_COLUMNS)
+            factor.put(P_i, first);
+        add_product<DV, ROWS>(dV, factor, tile.passing_v + lane_rows<COLUMNS_V>(), first);
     });
     const Operand<ROWS / 8> factor(dS);
-    if constexpr (SHARING == 2 || !DETERMINISTIC)
-        factor.put(on_chip + DS_AT, first);
-    if constexpr (SHARING == 1)
-        add_product<D, ROWS>(dK, factor, tile.passing_d + lane_rows<COLUMNS_D>(), first);
+    if constexpr (BY_COLUMNS || !DETERMINISTIC)
+        factor.put(dS_i, first);
+    add_product<D, ROWS>(dK, factor, tile.passing_d + lane_rows<COLUMNS_D>(), first);
+}
+
+// X += A B for the rows of the other warp that shares own rows, which has put A into a tile.
+template <int N> __device__ __forceinline__ void add_others(float (&X)[SIXTEENS][2 * Part<N>::COUNT][4], unsigned factors, unsigned b)
+{
+    const int other = (1 - part_of_warp()) * WARP_PART;
+    const unsigned own = factors + OWN * own_warp() * (COLUMNS_S * 2) + lane_rows<COLUMNS_S>();
+    add_product<N, WARP_PART>(X, PassedOperand{piece_at<COLUMNS_S>(own, 0, other)}, b + lane_rows<line_columns(N)>(), other);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) fa2_backward_keys(const __grid_constant__ Call call)
@@ -586,34 +666,54 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) fa2_backward_keys(
 #endif
     };
     auto kind_of = [&](const Rows& r, const Walk& to) { return HAS_MASK ? to.kind : to.m >= r.whole && to.m < r.whole_end ? FULL : PARTIAL; };
-    auto load_rows = [&](const Rows& r, unsigned tile, const Walk& to) {
-        const long long i = r.i_first + (long long)to.m * BR + copied_row();
-        const int left = r.count - to.m * BR - copied_row();
-        const elem* const q = row_of(call.q, r.slot, to.h, i) + CHUNK_HALVES * copied_chunk();
-        const elem* const dout = row_of(call.dout, r.slot, to.h, i) + CHUNK_HALVES * copied_chunk();
-        load_halves<BR, D, false>(tile, [&](int n, bool& exists) { return (exists = n < left) ? q + n * call.q.row : call.q.data; });
-        load_halves<BR, DV, false>(
-            tile + PASSING_V, [&](int n, bool& exists) { return (exists = n < left) ? dout + n * call.dout.row : call.dout.data; });
+    // Where this thread finds its chunk of the rows of a step, and its number of lse or delta
+    const bool has_lse = threadIdx.x % (2 * BR) < BR;
+    auto source_of = [&](const Rows& r, const Walk& to) -> Source {
+        const long long i = r.i_first + (long long)to.m * BR, h = to.h, statistic = i + threadIdx.x % BR;
+        return {
+            row_of(call.q, r.slot, h, i + copied_row()) + CHUNK_HALVES * copied_chunk(),
+            row_of(call.dout, r.slot, h, i + copied_row()) + CHUNK_HALVES * copied_chunk(),
+            has_lse ? row_of(call.lse, r.slot, h, statistic) : row_of(call.delta, r.slot, h, statistic)};
     };
-    // This thread's number of a step's lse or delta
-    const bool has_lse = threadIdx.x < BR;
-    auto statistic = [&](const Rows& r, const Walk& to) {
-        const int m = to.m * BR + threadIdx.x % BR;
-        const long long i = r.i_first + m, h = to.h;
-        if (threadIdx.x < 2 * BR && m < r.count)
-            return *(has_lse ? row_of(call.lse, r.slot, h, i) : row_of(call.delta, r.slot, h, i));
-        return has_lse ? INFINITE : 0;
+    auto go_on = [&](const Rows& r, Source& from, const Walk& to) {
+        if (HAS_MASK || to.m == 0) {
+            from = source_of(r, to);
+        } else {
+            from.q += BR * call.q.row;
+            from.dout += BR * call.dout.row;
+            from.statistic += BR * (has_lse ? call.lse.row : call.delta.row);
+        }
+    };
+    auto load_rows = [&](const Rows& r, unsigned tile, const Walk& to, const Source& from) {
+        const elem *const q = from.q, *const dout = from.dout;
+        if ((to.m + 1) * BR <= r.count) {
+            load_halves<BR, D, true>(tile, [&](int n, bool&) { return q + n * call.q.row; });
+            load_halves<BR, DV, true>(tile + PASSING_V, [&](int n, bool&) { return dout + n * call.dout.row; });
+        } else {
+            const int left = r.count - to.m * BR - copied_row();
+            load_halves<BR, D, false>(tile, [&](int n, bool& exists) { return (exists = n < left) ? q + n * call.q.row : call.q.data; });
+            load_halves<BR, DV, false>(
+                tile + PASSING_V, [&](int n, bool& exists) { return (exists = n < left) ? dout + n * call.dout.row : call.dout.data; });
+        }
+    };
+    // Asked for early, with nothing that waits for the answer, and put where it belongs later
+    auto statistic_exists = [&](const Rows& r, const Walk& to) { return to.m * BR + (int)(threadIdx.x % BR) < r.count; };
+    auto statistic = [&](const Rows& r, const Walk& to, const Source& from) {
+        return *(statistic_exists(r, to) ? from.statistic : call.delta.data);
     };
     float* const statistics = (float*)(on_chip + STATISTICS_AT);
-    auto put_statistic = [&](int stage, float x) {
+    auto put_statistic = [&](const Rows& r, const Walk& to, int stage, float x) {
+        if (!statistic_exists(r, to))
+            x = has_lse ? INFINITE : 0;
         if (threadIdx.x < 2 * BR)
             statistics[stage * (2 * BR) + threadIdx.x] = has_lse ? shift_of(x) : x;
     };
 
-    float dK[1][2 * Part<D>::COUNT][4], dV[1][2 * Part<DV>::COUNT][4];
-    clear(dK[0]);
-    clear(dV[0]);
+    float dK[SIXTEENS][2 * Part<D>::COUNT][4], dV[SIXTEENS][2 * Part<DV>::COUNT][4];
+    clear(dK);
+    clear(dV);
     Walk step = step_from(first_rows, 0, h_first);
+    Source from = {};
     const bool any = step.h < first_rows.h_end;
 
     // Load K_j, V_j and the first Q_i, dO_i
@@ -624,72 +724,92 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) fa2_backward_keys(
         const elem* const V = row_of(call.v, s.slot, h_kv, j_copied) + CHUNK_HALVES * copied_chunk();
         load_halves<BC, D, false>(base, [&](int n, bool& exists) { return (exists = n < left) ? K + n * call.k.row : call.k.data; });
         load_halves<BC, DV, false>(base + OWN_V, [&](int n, bool& exists) { return (exists = n < left) ? V + n * call.v.row : call.v.data; });
-        load_rows(first_rows, base + PASSING, step);
-        put_statistic(0, statistic(first_rows, step));
+        from = source_of(first_rows, step);
+        load_rows(first_rows, base + PASSING, step, from);
+        put_statistic(first_rows, step, 0, statistic(first_rows, step, from));
     }
     commit_group();
     const float scale = POWERS ? float(call.scale) * LOG2E : float(call.scale);
 
+    // With two tiles for dS, dQ of a step is added in the next one, behind its barrier
+    Walk before = step;
+    auto add_dQ = [&](const Rows& r, unsigned tiles, const Walk& of, int stage) {
+        add_queries(
+            pieces_of(call, r.slot, of.h, r.sixteens + of.m * (BR / 16)), tiles, tiles + DS_AT + stage * FACTOR, r.count - of.m * BR);
+    };
     int stage = 0;
-    for (bool more = any; more;) {
+    bool more = any, begun = false;
+    while (more || (LATE && begun)) {
         const unsigned tiles = once_more(base), Q_i = tiles + PASSING + stage * STAGE, dO_i = Q_i + PASSING_V;
-        const unsigned own_K = tiles + 16 * own_warp() * (COLUMNS_D * 2) + lane_rows<COLUMNS_D>();
-        const unsigned own_V = tiles + OWN_V + 16 * own_warp() * (COLUMNS_V * 2) + lane_rows<COLUMNS_V>();
+        const unsigned own_K = tiles + OWN * own_warp() * (COLUMNS_D * 2) + lane_rows<COLUMNS_D>();
+        const unsigned own_V = tiles + OWN_V + OWN * own_warp() * (COLUMNS_V * 2) + lane_rows<COLUMNS_V>();
         const int next_stage = STAGES == 2 ? stage ^ 1 : 0;
         await_groups<0>();
         __syncthreads();  // Q_i and dO_i are there; no thread reads those of the step before, and its dS
         const Rows& r = *kept_rows;
         const Walk next = step_from(r, step.m + 1, step.h);
-        if constexpr (STAGES == 2) {
-            if (next.h < r.h_end)
-                load_rows(r, tiles + PASSING + next_stage * STAGE, next);
-            commit_group();
+        const bool has_next = more && next.h < r.h_end;
+        float next_statistic = 0;
+        if (has_next) {
+            go_on(r, from, next);
+            if constexpr (STAGES == 2)
+                load_rows(r, tiles + PASSING + next_stage * STAGE, next, from);
+            next_statistic = statistic(r, next, from);
         }
-        const float next_statistic = next.h < r.h_end ? statistic(r, next) : 0;  // asked for now, and put where it belongs later
+        if constexpr (STAGES == 2)
+            commit_group();
+        if constexpr (LATE) {
+            if (begun)
+                add_dQ(r, tiles, before, stage ^ 1);
+            if (!more)
+                break;
+        }
 
         // S^T = K Q^T, dP^T = V dO^T; P = exp(S - lse), dS = P (dP - delta)
         // dV += P^T dO, dK += dS^T Q
         const Head at = head(call, s, step.h, h_kv);
         const int kind = kind_of(r, step);
-        const int y = 16 * own_warp() + lane_g();
+        const int y = OWN * own_warp() + lane_g();
         auto seen_from = [&](int x) {
-            const int first_key = 16 * own_warp() + lane_g();
+            const int first_key = OWN * own_warp() + lane_g();
             return Seen{r.low + first_key - x, r.high + first_key - x, r.count - x, r.keys - first_key};
         };
         const Tile tile = {kind, step.m, j0 + y, i_low, own_K, own_V, Q_i, dO_i, scale};
         const float* const lse = statistics + stage * (2 * BR);
+        const unsigned P_i = tiles + FACTORS_AT, dS_i = tiles + DS_AT + (LATE ? stage * FACTOR : 0);
         const int first = part_of_warp() * WARP_PART;
         const bool at_once = IN_SUMS && (!HAS_MASK || tile.kind == FULL);
         if constexpr (IN_SUMS)
             if (at_once)
 #pragma unroll 1
                 for (int n = 0; n < WARP_PART; n += MOST)
-                    add_rows<MOST, false>(call, at, tile, seen_from, tiles, lse, first + n, dK[0], dV[0]);
+                    add_rows<MOST, false>(call, at, tile, seen_from, P_i, dS_i, lse, first + n, dK, dV);
         if constexpr (HAS_MASK || !IN_SUMS)
             if (!at_once)
 #pragma unroll 1
                 for (int n = 0; n < WARP_PART; n += AT_ONCE)
-                    add_rows<AT_ONCE, true>(call, at, tile, seen_from, tiles, lse, first + n, dK[0], dV[0]);
-        if constexpr (SHARING == 2) {
+                    add_rows<AT_ONCE, true>(call, at, tile, seen_from, P_i, dS_i, lse, first + n, dK, dV);
+        if constexpr (BY_COLUMNS) {
             __syncthreads();  // P and dS are there
-            const unsigned own_factors = tiles + 16 * own_warp() * (COLUMNS_S * 2) + lane_rows<COLUMNS_S>();
-            add_product<DV, BR>(dV[0], PassedOperand{own_factors + FACTORS_AT}, dO_i + lane_rows<COLUMNS_V>(), 0);
-            add_product<D, BR>(dK[0], PassedOperand{own_factors + DS_AT}, Q_i + lane_rows<COLUMNS_D>(), 0);
+            add_others<DV>(dV, P_i, dO_i);
+            add_others<D>(dK, dS_i, Q_i);
         }
-        if constexpr (STAGES == 1 || (SHARING == 1 && !DETERMINISTIC))
+        if constexpr (STAGES == 1 || (!BY_COLUMNS && !LATE && !DETERMINISTIC))
             __syncthreads();  // dS is there, and no thread reads Q_i and dO_i any more
-        if (next.h < r.h_end)
-            put_statistic(next_stage, next_statistic);
+        if (has_next)
+            put_statistic(r, next, next_stage, next_statistic);
         if constexpr (STAGES == 1) {
-            if (next.h < r.h_end)
-                load_rows(r, tiles + PASSING, next);
+            if (has_next)
+                load_rows(r, tiles + PASSING, next, from);
             commit_group();
         }
 
         // dQ_i += dS K
-        if constexpr (!DETERMINISTIC)
-            add_queries(pieces_of(call, r.slot, step.h, r.sixteens + step.m * (BR / 16)), tiles, r.count - step.m * BR);
-        more = next.h < r.h_end;
+        if constexpr (!DETERMINISTIC && !LATE)
+            add_dQ(r, tiles, step, 0);
+        more = has_next;
+        before = step;
+        begun = true;
         step = next;
         stage = next_stage;
     }
@@ -700,24 +820,23 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) fa2_backward_keys(
     const KeyBlock own = key_block(call, once_more(blockIdx.x));
     const int full = narrow_far(own.s.kv_length - own.j0), exist = narrow_far(own.end - own.j0);
     const long long row = own.s.k_start + own.j0;
-    store_own<D>(dK, float(call.scale), base, row_of(call.dk, own.s.slot, own.h_kv, row), call.dk.row, full, exist);
-    store_own<DV>(dV, 1, base + OWN_V, row_of(call.dv, own.s.slot, own.h_kv, row), call.dv.row, full, exist);
+    store_own<D>(dK, float(call.scale), base, 0, row_of(call.dk, own.s.slot, own.h_kv, row), call.dk.row, full, exist);
+    store_own<DV>(dV, 1, base, OWN_V, row_of(call.dv, own.s.slot, own.h_kv, row), call.dv.row, full, exist);
 }
 
 #if DETERMINISTIC
-// dQ += dS K for KEYS keys, from key `first` of the block on; or dS for them, where two warps share the sums.
+// dQ += dS K for KEYS keys, from key `first` of the block on; dS goes to its tile where two warps have parts of the columns of the sums.
 template <int KEYS, bool LOOK, class SeenFrom>
 __device__ __forceinline__ void add_keys(
     const Call& call, const Head& at, const Tile& tile, const SeenFrom& seen_from, unsigned on_chip, const OwnRows& lse, const OwnRows& delta,
-    int first, float (&dQ)[2 * Part<D>::COUNT][4])
+    int first, float (&dQ)[SIXTEENS][2 * Part<D>::COUNT][4])
 {
-    float dS[KEYS / 8][4];
-    score_gradients<false, LOOK>(call, at, tile, seen_from, first, lse, delta, dS, [](const float (&)[KEYS / 8][4]) {});
+    float dS[SIXTEENS][KEYS / 8][4];
+    score_gradients<false, LOOK>(call, at, tile, seen_from, first, lse, delta, dS, [](const float (&)[SIXTEENS][KEYS / 8][4]) {});
     const Operand<KEYS / 8> factor(dS);
-    if constexpr (SHARING == 1)
-        add_product<D, KEYS>(dQ, factor, tile.passing_d + lane_rows<COLUMNS_D>(), first);
-    else
+    if constexpr (BY_COLUMNS)
         factor.put(on_chip + DS_AT, first);
+    add_product<D, KEYS>(dQ, factor, tile.passing_d + lane_rows<COLUMNS_D>(), first);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) fa2_backward_queries(const __grid_constant__ Call call)
@@ -738,7 +857,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) fa2_backward_queri
     key_range<BC, BR>(call, s, i0, j_low, j_high);
     const int steps = (int)((most(j_high - j_low, 0) + BR - 1) / BR), keys = narrow_far(s.kv_length - j_low);
     int whole = 0, whole_end = keys / BR;
-    const int y = 16 * own_warp() + lane_g();
+    const int y = OWN * own_warp() + lane_g();
     Seen seen = {0, 0, keys, narrow_far(s.q_length - i0 - y)};  // from key j_low on
     if constexpr (BAND) {
         const long long low = i0 + s.offset + call.band_lower - j_low, high = i0 + s.offset + call.band_upper + 1 - j_low;
@@ -774,11 +893,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) fa2_backward_queri
         load_halves<BR, DV, false>(tile + PASSING_V, [&](int n, bool& exists) { return (exists = n < left) ? v + n * call.v.row : call.v.data; });
     };
 
-    float dQ[1][2 * Part<D>::COUNT][4];
-    clear(dQ[0]);
+    float dQ[SIXTEENS][2 * Part<D>::COUNT][4];
+    clear(dQ);
     OwnRows lse, delta;
 #pragma unroll
-    for (int half = 0; half < 2; half++) {
+    for (int half = 0; half < 2 * SIXTEENS; half++) {
         const long long i = i0 + y + 8 * half;
         lse.x[half] = i < s.q_length ? shift_of(row_lse(call, at, i)) : INFINITE;
         delta.x[half] = i < s.q_length ? row_delta(call, at, i) : 0;
@@ -797,8 +916,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) fa2_backward_queri
         load_keys(base + PASSING, step.m);
     }
     commit_group();
-    const unsigned own_Q = base + 16 * own_warp() * (COLUMNS_D * 2) + lane_rows<COLUMNS_D>();
-    const unsigned own_dO = base + OWN_V + 16 * own_warp() * (COLUMNS_V * 2) + lane_rows<COLUMNS_V>();
+    const unsigned own_Q = base + OWN * own_warp() * (COLUMNS_D * 2) + lane_rows<COLUMNS_D>();
+    const unsigned own_dO = base + OWN_V + OWN * own_warp() * (COLUMNS_V * 2) + lane_rows<COLUMNS_V>();
     const float scale = POWERS ? float(call.scale) * LOG2E : float(call.scale);
 
     int stage = 0;
@@ -824,16 +943,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) fa2_backward_queri
             if (at_once)
 #pragma unroll 1
                 for (int n = 0; n < WARP_PART; n += MOST)
-                    add_keys<MOST, false>(call, at, tile, seen_from, base, lse, delta, first + n, dQ[0]);
+                    add_keys<MOST, false>(call, at, tile, seen_from, base, lse, delta, first + n, dQ);
         if constexpr (HAS_MASK || !IN_SUMS)
             if (!at_once)
 #pragma unroll 1
                 for (int n = 0; n < WARP_PART; n += AT_ONCE)
-                    add_keys<AT_ONCE, true>(call, at, tile, seen_from, base, lse, delta, first + n, dQ[0]);
-        if constexpr (SHARING == 2) {
+                    add_keys<AT_ONCE, true>(call, at, tile, seen_from, base, lse, delta, first + n, dQ);
+        if constexpr (BY_COLUMNS) {
             __syncthreads();  // dS is there
-            const PassedOperand factor_dS = {base + DS_AT + 16 * own_warp() * (COLUMNS_S * 2) + lane_rows<COLUMNS_S>()};
-            add_product<D, BR>(dQ[0], factor_dS, K_j + lane_rows<COLUMNS_D>(), 0);
+            add_others<D>(dQ, base + DS_AT, K_j);
         }
         if constexpr (STAGES == 1) {
             __syncthreads();  // no thread reads K_j and V_j any more
@@ -849,7 +967,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) fa2_backward_queri
 
     // Write dQ_i
     store_own<D>(
-        dQ, float(call.scale), base, row_of(call.dq, s.slot, at.h, s.q_start + i0), call.dq.row, narrow_far(s.q_length - i0),
+        dQ, float(call.scale), base, 0, row_of(call.dq, s.slot, at.h, s.q_start + i0), call.dq.row, narrow_far(s.q_length - i0),
         narrow_far(rows_end - i0));
 }
 
