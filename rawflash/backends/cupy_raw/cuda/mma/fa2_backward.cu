@@ -40,7 +40,7 @@ constexpr int FACTOR = BC * COLUMNS_S * 2, FACTORS = (BY_COLUMNS + S_STAGES) * F
 constexpr int STATISTICS = 2 * BR * (int)sizeof(float);                 // lse, delta of a step
 constexpr int STAGES = (TILE_BYTES - PASSING - FACTORS) / (STAGE + STATISTICS);
 constexpr int FACTORS_AT = PASSING + STAGES * STAGE, DS_AT = FACTORS_AT + BY_COLUMNS * FACTOR, STATISTICS_AT = FACTORS_AT + FACTORS;
-constexpr int ROWS_AT = STATISTICS_AT + STAGES * STATISTICS, ROWS_BYTES = 64;
+constexpr int ROWS_AT = STATISTICS_AT + STAGES * STATISTICS, ROWS_BYTES = 80;
 static_assert(ROWS_AT + ROWS_BYTES == TILE_BYTES && (STAGES == 1 || STAGES == 2), "the plan's tiles");
 static_assert(WARPS * OWN == BC * SHARING && (SHARING == 1 || SHARING == 2) && COLUMN_PARTS <= SHARING && BR % 32 == 0, "whole pieces");
 static_assert(THREADS >= 2 * BR, "a thread has one number of lse or delta");
@@ -112,9 +112,11 @@ template <int N, int ROWS> __device__ __forceinline__ void row_products(float (&
     }
 }
 
-// X += A B: A as pieces of sixteen columns, B the DEPTH rows of a tile from row y on, the warp's part of its N columns.
-template <int N, int DEPTH, class A>
-__device__ __forceinline__ void add_product(float (&X)[SIXTEENS][2 * Part<N>::COUNT][4], const A& a, unsigned b, int y)
+// X += A B: A as pieces of sixteen columns, B the DEPTH rows of a tile from row y on, the warp's part of its N columns. between(s) is called as
+// soon as the sixteen rows s of B are read.
+template <int N, int DEPTH, class A, class Between>
+__device__ __forceinline__ void add_product(
+    float (&X)[SIXTEENS][2 * Part<N>::COUNT][4], const A& a, unsigned b, int y, const Between& between)
 {
     constexpr int COUNT = Part<N>::COUNT;
 #pragma unroll
@@ -131,6 +133,7 @@ __device__ __forceinline__ void add_product(float (&X)[SIXTEENS][2 * Part<N>::CO
             for (int m = 0; m < SIXTEENS; m++)
                 multiply_both(X[m][2 * n], X[m][2 * n + 1], factor[m], B);
         }
+        between(s);
     }
 }
 
@@ -156,17 +159,17 @@ template <int COUNT> struct Operand {
             words[e] = piece[m][s][e];
     }
 
-    // Into the warp's own rows of a tile, from column x on.
-    __device__ __forceinline__ void put(unsigned tile, int x) const
+    // The pieces s into the warp's own rows of a tile, whose column x is that of the first of all.
+    __device__ __forceinline__ void put(unsigned tile, int x, int s) const
     {
         const int y = OWN * own_warp() + lane_g();
 #pragma unroll
-        for (int n = 0; n < COUNT; n++)
+        for (int n = 0; n < 2; n++)
 #pragma unroll
             for (int half = 0; half < 2 * SIXTEENS; half++)
                 store_shared(
-                    tile + chunk_at<COLUMNS_S>(y, x / 8 + n) + half * 8 * (COLUMNS_S * 2) + 4 * lane_t(),
-                    piece[half / 2][n / 2][n % 2 * 2 + half % 2]);
+                    tile + chunk_at<COLUMNS_S>(y, x / 8 + 2 * s + n) + half * 8 * (COLUMNS_S * 2) + 4 * lane_t(),
+                    piece[half / 2][s][n * 2 + half % 2]);
     }
 };
 
@@ -294,6 +297,7 @@ struct Tile {
     long long own, passing;  // the lane's first own row, and the first of all passing rows
     unsigned own_d, own_v, passing_d, passing_v;  // where the warp's own rows of K and V (Q and dO) are, and the passing ones of the others
     float scale;
+    unsigned P, dS;  // where they pass through on-chip memory
 };
 
 __device__ __forceinline__ unsigned word_of(uint4 words, int n) { return n == 0 ? words.x : n == 1 ? words.y : n == 2 ? words.z : words.w; }
@@ -402,22 +406,26 @@ constexpr bool VECTOR_ADDS = false;  // lane n holds n, 32 + n, ...
 // The first of all sixteen rows of a sequence. Packed ones begin at a multiple of sixteen rows of their own.
 __device__ __forceinline__ long long first_sixteen(const Sequence& s) { return PACKED ? s.q_start / 16 + s.b : 0; }
 
-// The first piece of the n-th sixteen rows of a head.
-__device__ __forceinline__ float* pieces_of(const Call& call, long long slot, long long h, long long n)
+__device__ __forceinline__ long long pieces_of_head(const Call& call)
 {
-    const long long each = PACKED ? call.rows_q / 16 + call.B + 1 : (call.rows_q + 15) / 16;
-    return call.sums + ((slot * call.Hq + h) * each + n) * (ROW_PIECES * PIECE);
+    return (PACKED ? call.rows_q / 16 + call.B + 1 : (call.rows_q + 15) / 16) * ROW_PIECES;
 }
 
-__device__ __forceinline__ void add_piece(float* piece, const float (&x)[4])
+// The first piece of the n-th sixteen rows of a head.
+__device__ __forceinline__ long long first_piece(const Call& call, long long slot, long long h, long long n)
 {
-    const int lane = threadIdx.x % WARP_SIZE;
+    return (slot * call.Hq + h) * pieces_of_head(call) + n * ROW_PIECES;
+}
+
+// x, to where the lane's numbers of a piece are.
+__device__ __forceinline__ void add_piece(float* own, const float (&x)[4])
+{
 #if __CUDA_ARCH__ >= 900
-    atomicAdd(reinterpret_cast<float4*>(piece + 4 * lane), make_float4(x[0], x[1], x[2], x[3]));
+    atomicAdd(reinterpret_cast<float4*>(own), make_float4(x[0], x[1], x[2], x[3]));
 #else
 #pragma unroll
     for (int e = 0; e < 4; e++)
-        atomicAdd(piece + WARP_SIZE * e + lane, x[e]);
+        atomicAdd(own + WARP_SIZE * e, x[e]);
 #endif
 }
 
@@ -441,10 +449,13 @@ __device__ constexpr int best_grid()
 constexpr int ACROSS = best_grid();
 constexpr int QUERY_M = ceil_div(QUERY_ROWS, WARPS / ACROSS), QUERY_N = ceil_div(QUERY_COLUMNS, ACROSS);  // of a warp
 
+__device__ __forceinline__ int query_row() { return threadIdx.x / WARP_SIZE / ACROSS * QUERY_M; }
+__device__ __forceinline__ int query_column() { return threadIdx.x / WARP_SIZE % ACROSS * QUERY_N; }
+
 // Add dQ = dS K to its sums, as far as there are rows: `left` from the first on.
 __device__ __forceinline__ void add_queries(float* sums, unsigned K_j, unsigned dS_i, int left)
 {
-    const int row = threadIdx.x / WARP_SIZE / ACROSS * QUERY_M, column = threadIdx.x / WARP_SIZE % ACROSS * QUERY_N;
+    const int row = query_row(), column = query_column();
     if (row >= QUERY_ROWS || 16 * row >= left || column >= QUERY_COLUMNS)
         return;
     const unsigned dS = dS_i + lane_columns<COLUMNS_S>(), K = K_j + lane_rows<COLUMNS_D>();
@@ -467,6 +478,7 @@ __device__ __forceinline__ void add_queries(float* sums, unsigned K_j, unsigned 
                 multiply_both(X[m][2 * n], X[m][2 * n + 1], A[m], B);
         }
     }
+    float* const own = sums + (row * ROW_PIECES + 2 * column) * PIECE + (VECTOR_ADDS ? 4 : 1) * (threadIdx.x % WARP_SIZE);
     __syncwarp();  // else the compiler does the products of some rows only where there are such, with no other work to wait in
 #pragma unroll
     for (int m = 0; m < QUERY_M; m++)
@@ -474,15 +486,10 @@ __device__ __forceinline__ void add_queries(float* sums, unsigned K_j, unsigned 
 #pragma unroll
             for (int n = 0; n < 2 * QUERY_N; n++)
                 if (2 * QUERY_COLUMNS % (2 * QUERY_N) == 0 && D % 16 == 0 || 2 * column + n < ROW_PIECES)
-                    add_piece(sums + ((row + m) * ROW_PIECES + 2 * column + n) * PIECE, X[m][n]);
+                    add_piece(own + (m * ROW_PIECES + n) * PIECE, X[m][n]);
 }
 
 // ---- kernels -------------------------------------------------------------------------------------------------------------------------
-
-struct Source {  // of a thread's part of a block of rows
-    const elem *q, *dout;
-    const float* statistic;
-};
 
 struct Walk {  // a step: the m-th block of passing rows, of the h-th head of the group, and the class of the tile
     int m, h, kind;
@@ -548,15 +555,21 @@ __device__ __forceinline__ void store_own(
     write_rows<ROWS, N>(base + tile + first * ROW_BYTES, [&](int n) { return first + n < exist ? to + (first + n) * stride : nullptr; });
 }
 
-// The rows that see a block of keys, counted from i_low on, or i_first in the arrays: `steps` blocks of Br of each head up to h_end, of which
-// those from `whole` to `whole_end` see all keys; the n-th key is seen from row low + n on, before high + n. Block-uniform numbers that every
-// step asks for: they lie in on-chip memory, as registers are scarce.
+// The rows that see a block of keys, counted from i_low on: `steps` blocks of Br of each head from h_first up to h_end, of which those from `whole`
+// to `whole_end` see all keys; the n-th key is seen from row low + n on, before high + n. q, dout, lse, delta, sums: from the beginning of these
+// arrays to row i_low of head h_first. Block-uniform numbers that every step asks for: they lie in on-chip memory, as registers are scarce.
 struct Rows {
-    long long i_first, sixteens;
-    unsigned slot;
-    int h_end, steps, count, whole, whole_end, low, high, keys;
+    long long q, dout, lse, delta, sums;
+    int h_first, h_end, steps, count, whole, whole_end, low, high, keys;
+    float scale;
 };
 static_assert(sizeof(Rows) <= ROWS_BYTES, "they have room");
+
+// Row `row` from i_low on of a head in an array; `first` is that of h_first.
+template <class Array> __device__ __forceinline__ auto row_from(const Array& array, long long first, int head, int row)
+{
+    return array.data + (first + (unsigned)head * array.head + (unsigned)row * array.row);
+}
 
 struct KeyBlock {
     Sequence s;
@@ -578,21 +591,25 @@ __device__ __forceinline__ KeyBlock key_block(const Call& call, unsigned block)
 // have parts of the columns of the sums.
 template <int ROWS, bool LOOK, class SeenFrom>
 __device__ __forceinline__ void add_rows(
-    const Call& call, const Head& at, const Tile& tile, const SeenFrom& seen_from, unsigned P_i, unsigned dS_i, const float* lse, int first,
+    const Call& call, const Head& at, const Tile& tile, const SeenFrom& seen_from, const float* lse, int first,
     float (&dK)[SIXTEENS][2 * Part<D>::COUNT][4], float (&dV)[SIXTEENS][2 * Part<DV>::COUNT][4])
 {
     const PassingRows of_lse = {lse + first + 2 * lane_t()}, of_delta = {of_lse.first + BR};
     float dS[SIXTEENS][ROWS / 8][4];
     score_gradients<true, LOOK>(call, at, tile, seen_from, first, of_lse, of_delta, dS, [&](const float (&P)[SIXTEENS][ROWS / 8][4]) {
         const Operand<ROWS / 8> factor(P);
-        if constexpr (BY_COLUMNS)
-            factor.put(P_i, first);
-        add_product<DV, ROWS>(dV, factor, tile.passing_v + lane_rows<COLUMNS_V>(), first);
+        add_product<DV, ROWS>(dV, factor, tile.passing_v + lane_rows<COLUMNS_V>(), first, [&](int s) {
+            if constexpr (BY_COLUMNS)
+                factor.put(tile.P, first, s);
+        });
     });
     const Operand<ROWS / 8> factor(dS);
-    if constexpr (BY_COLUMNS || !DETERMINISTIC)
-        factor.put(dS_i, first);
-    add_product<D, ROWS>(dK, factor, tile.passing_d + lane_rows<COLUMNS_D>(), first);
+    if constexpr (MANY_SUMS)
+        __syncwarp();  // the same
+    add_product<D, ROWS>(dK, factor, tile.passing_d + lane_rows<COLUMNS_D>(), first, [&](int s) {
+        if constexpr (BY_COLUMNS || !DETERMINISTIC)
+            factor.put(tile.dS, first, s);
+    });
 }
 
 // X += A B for the rows of the other warp that shares own rows, which has put A into a tile.
@@ -600,7 +617,7 @@ template <int N> __device__ __forceinline__ void add_others(float (&X)[SIXTEENS]
 {
     const int other = (1 - part_of_warp()) * WARP_PART;
     const unsigned own = factors + OWN * own_warp() * (COLUMNS_S * 2) + lane_rows<COLUMNS_S>();
-    add_product<N, WARP_PART>(X, PassedOperand{piece_at<COLUMNS_S>(own, 0, other)}, b + lane_rows<line_columns(N)>(), other);
+    add_product<N, WARP_PART>(X, PassedOperand{piece_at<COLUMNS_S>(own, 0, other)}, b + lane_rows<line_columns(N)>(), other, [](int) {});
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) fa2_backward_keys(const __grid_constant__ Call call)
@@ -620,9 +637,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) fa2_backward_keys(
     Rows first_rows;
     {
         Rows& r = first_rows;
-        r.i_first = s.q_start + i_low;
-        r.sixteens = first_sixteen(s) + i_low / 16;
-        r.slot = (unsigned)s.slot;
+        r.q = row_of(call.q, s.slot, h_first, s.q_start + i_low) - call.q.data;
+        r.dout = row_of(call.dout, s.slot, h_first, s.q_start + i_low) - call.dout.data;
+        r.lse = row_of(call.lse, s.slot, h_first, s.q_start + i_low) - call.lse.data;
+        r.delta = row_of(call.delta, s.slot, h_first, s.q_start + i_low) - call.delta.data;
+        r.sums = first_piece(call, s.slot, h_first, first_sixteen(s) + i_low / 16) * PIECE;
+        r.scale = POWERS ? float(call.scale) * LOG2E : float(call.scale);
+        r.h_first = h_first;
         r.h_end = h_first + group;
         r.steps = (int)((most(i_high - i_low, 0) + BR - 1) / BR);
         r.count = narrow_far(s.q_length - i_low);
@@ -666,29 +687,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) fa2_backward_keys(
 #endif
     };
     auto kind_of = [&](const Rows& r, const Walk& to) { return HAS_MASK ? to.kind : to.m >= r.whole && to.m < r.whole_end ? FULL : PARTIAL; };
-    // Where this thread finds its chunk of the rows of a step, and its number of lse or delta
-    const bool has_lse = threadIdx.x % (2 * BR) < BR;
-    auto source_of = [&](const Rows& r, const Walk& to) -> Source {
-        const long long i = r.i_first + (long long)to.m * BR, h = to.h, statistic = i + threadIdx.x % BR;
-        return {
-            row_of(call.q, r.slot, h, i + copied_row()) + CHUNK_HALVES * copied_chunk(),
-            row_of(call.dout, r.slot, h, i + copied_row()) + CHUNK_HALVES * copied_chunk(),
-            has_lse ? row_of(call.lse, r.slot, h, statistic) : row_of(call.delta, r.slot, h, statistic)};
-    };
-    auto go_on = [&](const Rows& r, Source& from, const Walk& to) {
-        if (HAS_MASK || to.m == 0) {
-            from = source_of(r, to);
-        } else {
-            from.q += BR * call.q.row;
-            from.dout += BR * call.dout.row;
-            from.statistic += BR * (has_lse ? call.lse.row : call.delta.row);
-        }
-    };
-    auto load_rows = [&](const Rows& r, unsigned tile, const Walk& to, const Source& from) {
-        const elem *const q = from.q, *const dout = from.dout;
+    auto load_rows = [&](const Rows& r, unsigned tile, const Walk& to) {
+        const elem* q = row_from(call.q, r.q, to.h - r.h_first, to.m * BR + copied_row()) + CHUNK_HALVES * copied_chunk();
+        const elem* dout = row_from(call.dout, r.dout, to.h - r.h_first, to.m * BR + copied_row()) + CHUNK_HALVES * copied_chunk();
+        const long long q_rows = ROWS_AT_ONCE * call.q.row, dout_rows = ROWS_AT_ONCE * call.dout.row;
+        auto next_of = [](const elem*& rows, long long further) {
+            const elem* const now = rows;
+            rows += further;
+            return now;
+        };
         if ((to.m + 1) * BR <= r.count) {
-            load_halves<BR, D, true>(tile, [&](int n, bool&) { return q + n * call.q.row; });
-            load_halves<BR, DV, true>(tile + PASSING_V, [&](int n, bool&) { return dout + n * call.dout.row; });
+            load_halves<BR, D, true>(tile, [&](int, bool&) { return next_of(q, q_rows); });
+            load_halves<BR, DV, true>(tile + PASSING_V, [&](int, bool&) { return next_of(dout, dout_rows); });
         } else {
             const int left = r.count - to.m * BR - copied_row();
             load_halves<BR, D, false>(tile, [&](int n, bool& exists) { return (exists = n < left) ? q + n * call.q.row : call.q.data; });
@@ -696,24 +706,29 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) fa2_backward_keys(
                 tile + PASSING_V, [&](int n, bool& exists) { return (exists = n < left) ? dout + n * call.dout.row : call.dout.data; });
         }
     };
-    // Asked for early, with nothing that waits for the answer, and put where it belongs later
-    auto statistic_exists = [&](const Rows& r, const Walk& to) { return to.m * BR + (int)(threadIdx.x % BR) < r.count; };
-    auto statistic = [&](const Rows& r, const Walk& to, const Source& from) {
-        return *(statistic_exists(r, to) ? from.statistic : call.delta.data);
-    };
+    // lse and delta are copied as they are; once it is there, lse is made what probabilities() takes
     float* const statistics = (float*)(on_chip + STATISTICS_AT);
-    auto put_statistic = [&](const Rows& r, const Walk& to, int stage, float x) {
-        if (!statistic_exists(r, to))
-            x = has_lse ? INFINITE : 0;
-        if (threadIdx.x < 2 * BR)
-            statistics[stage * (2 * BR) + threadIdx.x] = has_lse ? shift_of(x) : x;
+    auto load_statistics = [&](const Rows& r, const Walk& to, int stage) {
+        if (threadIdx.x < 2 * BR) {
+            const int row = to.m * BR + threadIdx.x % BR, head = to.h - r.h_first;
+            const bool exists = row < r.count;
+            const float* from = threadIdx.x < BR ? row_from(call.lse, r.lse, head, row) : row_from(call.delta, r.delta, head, row);
+            if (!exists)
+                from = call.delta.data;
+            copy_to_shared<4>(statistics + stage * (2 * BR) + threadIdx.x, from, exists);
+        }
+    };
+    auto finish_statistics = [&](const Rows& r, const Walk& of, int stage) {
+        if (threadIdx.x < BR) {
+            float& lse = statistics[stage * (2 * BR) + threadIdx.x];
+            lse = of.m * BR + (int)threadIdx.x < r.count ? shift_of(lse) : INFINITE;
+        }
     };
 
     float dK[SIXTEENS][2 * Part<D>::COUNT][4], dV[SIXTEENS][2 * Part<DV>::COUNT][4];
     clear(dK);
     clear(dV);
     Walk step = step_from(first_rows, 0, h_first);
-    Source from = {};
     const bool any = step.h < first_rows.h_end;
 
     // Load K_j, V_j and the first Q_i, dO_i
@@ -724,96 +739,102 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) fa2_backward_keys(
         const elem* const V = row_of(call.v, s.slot, h_kv, j_copied) + CHUNK_HALVES * copied_chunk();
         load_halves<BC, D, false>(base, [&](int n, bool& exists) { return (exists = n < left) ? K + n * call.k.row : call.k.data; });
         load_halves<BC, DV, false>(base + OWN_V, [&](int n, bool& exists) { return (exists = n < left) ? V + n * call.v.row : call.v.data; });
-        from = source_of(first_rows, step);
-        load_rows(first_rows, base + PASSING, step, from);
-        put_statistic(first_rows, step, 0, statistic(first_rows, step, from));
-    }
-    commit_group();
-    const float scale = POWERS ? float(call.scale) * LOG2E : float(call.scale);
-
-    // With two tiles for dS, dQ of a step is added in the next one, behind its barrier
-    Walk before = step;
-    auto add_dQ = [&](const Rows& r, unsigned tiles, const Walk& of, int stage) {
-        add_queries(
-            pieces_of(call, r.slot, of.h, r.sixteens + of.m * (BR / 16)), tiles, tiles + DS_AT + stage * FACTOR, r.count - of.m * BR);
-    };
-    int stage = 0;
-    bool more = any, begun = false;
-    while (more || (LATE && begun)) {
-        const unsigned tiles = once_more(base), Q_i = tiles + PASSING + stage * STAGE, dO_i = Q_i + PASSING_V;
-        const unsigned own_K = tiles + OWN * own_warp() * (COLUMNS_D * 2) + lane_rows<COLUMNS_D>();
-        const unsigned own_V = tiles + OWN_V + OWN * own_warp() * (COLUMNS_V * 2) + lane_rows<COLUMNS_V>();
-        const int next_stage = STAGES == 2 ? stage ^ 1 : 0;
+        load_rows(first_rows, base + PASSING, step);
+        load_statistics(first_rows, step, 0);
+        commit_group();
         await_groups<0>();
+        finish_statistics(first_rows, step, 0);
+    }
+    auto add_dQ = [&](const Rows& r, unsigned tiles, unsigned dS_i, int m, int h) {
+        const unsigned each = (unsigned)(h - r.h_first);
+        add_queries(call.sums + r.sums + each * pieces_of_head(call) * PIECE + (unsigned)(m * (BR / 16)) * (long long)(ROW_PIECES * PIECE), tiles, dS_i,
+            r.count - m * BR);
+    };
+    Walk before = step;  // where steps skip blocks; else it is found anew, and takes no registers
+    bool begun = false;
+    int stage = 0;
+    for (bool more = any; more || (LATE && begun);) {
+        const unsigned tiles = once_more(base);
+        const int next_stage = STAGES == 2 ? stage ^ 1 : 0;
         __syncthreads();  // Q_i and dO_i are there; no thread reads those of the step before, and its dS
         const Rows& r = *kept_rows;
         const Walk next = step_from(r, step.m + 1, step.h);
         const bool has_next = more && next.h < r.h_end;
-        float next_statistic = 0;
-        if (has_next) {
-            go_on(r, from, next);
-            if constexpr (STAGES == 2)
-                load_rows(r, tiles + PASSING + next_stage * STAGE, next, from);
-            next_statistic = statistic(r, next, from);
-        }
+        auto load_next = [&] {
+            if (has_next) {
+                load_rows(r, tiles + PASSING + next_stage * STAGE, next);
+                load_statistics(r, next, next_stage);
+                commit_group();
+            }
+        };
         if constexpr (STAGES == 2)
-            commit_group();
+            load_next();
         if constexpr (LATE) {
-            if (begun)
-                add_dQ(r, tiles, before, stage ^ 1);
+            if (begun) {
+                const bool first = step.m == 0;
+                add_dQ(r, tiles, tiles + DS_AT + (stage ^ 1) * FACTOR, HAS_MASK ? before.m : (first ? r.steps : step.m) - 1,
+                    HAS_MASK ? before.h : step.h - (first ? 1 : 0));
+            }
             if (!more)
                 break;
+            begun = true;
         }
 
         // S^T = K Q^T, dP^T = V dO^T; P = exp(S - lse), dS = P (dP - delta)
         // dV += P^T dO, dK += dS^T Q
         const Head at = head(call, s, step.h, h_kv);
-        const int kind = kind_of(r, step);
-        const int y = OWN * own_warp() + lane_g();
         auto seen_from = [&](int x) {
             const int first_key = OWN * own_warp() + lane_g();
             return Seen{r.low + first_key - x, r.high + first_key - x, r.count - x, r.keys - first_key};
         };
-        const Tile tile = {kind, step.m, j0 + y, i_low, own_K, own_V, Q_i, dO_i, scale};
+        auto tile = [&]() -> Tile {  // made when it is needed: until then it takes no registers
+            const unsigned now = once_more(tiles), Q_i = now + PASSING + stage * STAGE;
+            const unsigned own_K = now + OWN * own_warp() * (COLUMNS_D * 2) + lane_rows<COLUMNS_D>();
+            const unsigned own_V = now + OWN_V + OWN * own_warp() * (COLUMNS_V * 2) + lane_rows<COLUMNS_V>();
+            return {kind_of(r, step), step.m, j0 + OWN * own_warp() + lane_g(), i_low, own_K, own_V, Q_i, Q_i + PASSING_V, r.scale,
+                now + FACTORS_AT, now + DS_AT + (LATE ? stage * FACTOR : 0)};
+        };
         const float* const lse = statistics + stage * (2 * BR);
-        const unsigned P_i = tiles + FACTORS_AT, dS_i = tiles + DS_AT + (LATE ? stage * FACTOR : 0);
         const int first = part_of_warp() * WARP_PART;
-        const bool at_once = IN_SUMS && (!HAS_MASK || tile.kind == FULL);
+        const bool at_once = IN_SUMS && (!HAS_MASK || step.kind == FULL);
         if constexpr (IN_SUMS)
             if (at_once)
 #pragma unroll 1
                 for (int n = 0; n < WARP_PART; n += MOST)
-                    add_rows<MOST, false>(call, at, tile, seen_from, P_i, dS_i, lse, first + n, dK, dV);
+                    add_rows<MOST, false>(call, at, tile(), seen_from, lse, first + n, dK, dV);
         if constexpr (HAS_MASK || !IN_SUMS)
             if (!at_once)
 #pragma unroll 1
                 for (int n = 0; n < WARP_PART; n += AT_ONCE)
-                    add_rows<AT_ONCE, true>(call, at, tile, seen_from, P_i, dS_i, lse, first + n, dK, dV);
+                    add_rows<AT_ONCE, true>(call, at, tile(), seen_from, lse, first + n, dK, dV);
         if constexpr (BY_COLUMNS) {
             __syncthreads();  // P and dS are there
-            add_others<DV>(dV, P_i, dO_i);
-            add_others<D>(dK, dS_i, Q_i);
+            const Tile now = tile();
+            add_others<DV>(dV, now.P, now.passing_v);
+            add_others<D>(dK, now.dS, now.passing_d);
         }
         if constexpr (STAGES == 1 || (!BY_COLUMNS && !LATE && !DETERMINISTIC))
             __syncthreads();  // dS is there, and no thread reads Q_i and dO_i any more
-        if (has_next)
-            put_statistic(r, next, next_stage, next_statistic);
-        if constexpr (STAGES == 1) {
-            if (has_next)
-                load_rows(r, tiles + PASSING, next, from);
-            commit_group();
-        }
+        if constexpr (STAGES == 1)
+            load_next();
 
         // dQ_i += dS K
-        if constexpr (!DETERMINISTIC && !LATE)
-            add_dQ(r, tiles, step, 0);
-        more = has_next;
-        before = step;
-        begun = true;
-        step = next;
+        if constexpr (!DETERMINISTIC && !LATE) {
+            add_dQ(r, tiles, tiles + DS_AT, step.m, step.h);
+        }
+        if constexpr (HAS_MASK) {
+            before = step;
+            step = next;
+        } else {
+            step = step_from(r, (int)once_more(step.m) + 1, (int)once_more(step.h));  // `next`, which took no registers meanwhile
+        }
+        more = step.h < r.h_end;
+        if (more) {
+            await_groups<0>();
+            finish_statistics(r, step, next_stage);
+        }
         stage = next_stage;
     }
-    await_groups<0>();
     __syncthreads();  // no thread reads K_j and V_j any more
 
     // Write dK_j, dV_j
@@ -828,15 +849,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) fa2_backward_keys(
 // dQ += dS K for KEYS keys, from key `first` of the block on; dS goes to its tile where two warps have parts of the columns of the sums.
 template <int KEYS, bool LOOK, class SeenFrom>
 __device__ __forceinline__ void add_keys(
-    const Call& call, const Head& at, const Tile& tile, const SeenFrom& seen_from, unsigned on_chip, const OwnRows& lse, const OwnRows& delta,
+    const Call& call, const Head& at, const Tile& tile, const SeenFrom& seen_from, const OwnRows& lse, const OwnRows& delta,
     int first, float (&dQ)[SIXTEENS][2 * Part<D>::COUNT][4])
 {
     float dS[SIXTEENS][KEYS / 8][4];
     score_gradients<false, LOOK>(call, at, tile, seen_from, first, lse, delta, dS, [](const float (&)[SIXTEENS][KEYS / 8][4]) {});
     const Operand<KEYS / 8> factor(dS);
-    if constexpr (BY_COLUMNS)
-        factor.put(on_chip + DS_AT, first);
-    add_product<D, KEYS>(dQ, factor, tile.passing_d + lane_rows<COLUMNS_D>(), first);
+    add_product<D, KEYS>(dQ, factor, tile.passing_d + lane_rows<COLUMNS_D>(), first, [&](int s) {
+        if constexpr (BY_COLUMNS)
+            factor.put(tile.dS, first, s);
+    });
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) fa2_backward_queries(const __grid_constant__ Call call)
@@ -936,19 +958,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) fa2_backward_queri
         // S = Q K^T, dP = dO V^T; P = exp(S - lse), dS = P (dP - delta)
         // dQ += dS K
         auto seen_from = [&](int x) { return Seen{seen.first - x, seen.end - x, seen.count - x, seen.own}; };
-        const Tile tile = {step.kind, step.m, i0 + y, j_low, own_Q, own_dO, K_j, V_j, scale};
+        const Tile tile = {step.kind, step.m, i0 + y, j_low, own_Q, own_dO, K_j, V_j, scale, 0, base + DS_AT};
         const int first = part_of_warp() * WARP_PART;
         const bool at_once = IN_SUMS && (!HAS_MASK || tile.kind == FULL);
         if constexpr (IN_SUMS)
             if (at_once)
 #pragma unroll 1
                 for (int n = 0; n < WARP_PART; n += MOST)
-                    add_keys<MOST, false>(call, at, tile, seen_from, base, lse, delta, first + n, dQ);
+                    add_keys<MOST, false>(call, at, tile, seen_from, lse, delta, first + n, dQ);
         if constexpr (HAS_MASK || !IN_SUMS)
             if (!at_once)
 #pragma unroll 1
                 for (int n = 0; n < WARP_PART; n += AT_ONCE)
-                    add_keys<AT_ONCE, true>(call, at, tile, seen_from, base, lse, delta, first + n, dQ);
+                    add_keys<AT_ONCE, true>(call, at, tile, seen_from, lse, delta, first + n, dQ);
         if constexpr (BY_COLUMNS) {
             __syncthreads();  // dS is there
             add_others<D>(dQ, base + DS_AT, K_j);
@@ -981,7 +1003,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) fa2_backward_finish(const 
     const Sequence s = sequence(call, b);
     const long long h = bh - b * (unsigned)call.Hq, i0 = (long long)(blockIdx.x - bh * blocks) * BR;
     const int left = narrow_far((PACKED ? s.q_length : call.Tq) - i0), full = narrow_far(s.q_length - i0);
-    const float* const sums = pieces_of(call, s.slot, h, first_sixteen(s) + i0 / 16);
+    const float* const sums = call.sums + first_piece(call, s.slot, h, first_sixteen(s) + i0 / 16) * PIECE;
     const float scale = float(call.scale);
     for (int n = threadIdx.x; n < BR / 2 * ROW_PIECES; n += THREADS) {
         const int piece = n % ROW_PIECES, row = n / ROW_PIECES / 8 * 16 + n / ROW_PIECES % 8;
