@@ -91,8 +91,8 @@ template <int M, int COUNT> __device__ __forceinline__ void clear(float (&X)[M][
                 X[m][n][e] = 0;
 }
 
-// X = A B^T over N columns: the own rows of A, ROWS of B from row y on.
-template <int N, int ROWS> __device__ __forceinline__ void row_products(float (&X)[SIXTEENS][ROWS / 8][4], unsigned a, unsigned b, int y)
+// X = A B^T over N columns: the own rows of A, ROWS of B. `a`, `b`: where the first of them are.
+template <int N, int ROWS> __device__ __forceinline__ void row_products(float (&X)[SIXTEENS][ROWS / 8][4], unsigned a, unsigned b)
 {
     clear(X);
 #pragma unroll
@@ -104,7 +104,7 @@ template <int N, int ROWS> __device__ __forceinline__ void row_products(float (&
 #pragma unroll
         for (int n = 0; n < ROWS / 16; n++) {
             unsigned B[4];
-            read_piece<line_columns(N)>(B, b, y + 16 * n, k);
+            read_piece<line_columns(N)>(B, b, 16 * n, k);
 #pragma unroll
             for (int m = 0; m < SIXTEENS; m++)
                 multiply_both(X[m][2 * n], X[m][2 * n + 1], A[m], B);
@@ -112,11 +112,11 @@ template <int N, int ROWS> __device__ __forceinline__ void row_products(float (&
     }
 }
 
-// X += A B: A as pieces of sixteen columns, B the DEPTH rows of a tile from row y on, the warp's part of its N columns. between(s) is called as
+// X += A B: A as pieces of sixteen columns, B the DEPTH rows of a tile from `b` on, the warp's part of its N columns. between(s) is called as
 // soon as the sixteen rows s of B are read.
 template <int N, int DEPTH, class A, class Between>
 __device__ __forceinline__ void add_product(
-    float (&X)[SIXTEENS][2 * Part<N>::COUNT][4], const A& a, unsigned b, int y, const Between& between)
+    float (&X)[SIXTEENS][2 * Part<N>::COUNT][4], const A& a, unsigned b, const Between& between)
 {
     constexpr int COUNT = Part<N>::COUNT;
 #pragma unroll
@@ -128,7 +128,7 @@ __device__ __forceinline__ void add_product(
 #pragma unroll
         for (int n = 0; n < COUNT; n++) {
             unsigned B[4];
-            load_matrices_transposed(B, column_piece<COUNT, line_columns(N)>(b, y + 16 * s, part_of_warp() * Part<N>::COLUMNS, n));
+            load_matrices_transposed(B, column_piece<COUNT, line_columns(N)>(b, 16 * s, part_of_warp() * Part<N>::COLUMNS, n));
 #pragma unroll
             for (int m = 0; m < SIXTEENS; m++)
                 multiply_both(X[m][2 * n], X[m][2 * n + 1], factor[m], B);
@@ -159,17 +159,15 @@ template <int COUNT> struct Operand {
             words[e] = piece[m][s][e];
     }
 
-    // The pieces s into the warp's own rows of a tile, whose column x is that of the first of all.
+    // The pieces s into the warp's own rows of a tile, whose column x, a multiple of 8 COUNT, is that of the first of all.
     __device__ __forceinline__ void put(unsigned tile, int x, int s) const
     {
-        const int y = OWN * own_warp() + lane_g();
+        const unsigned at = (tile + chunk_at<COLUMNS_S>(OWN * own_warp() + lane_g(), 0) + 4 * lane_t()) ^ (2 * x);
 #pragma unroll
         for (int n = 0; n < 2; n++)
 #pragma unroll
             for (int half = 0; half < 2 * SIXTEENS; half++)
-                store_shared(
-                    tile + chunk_at<COLUMNS_S>(y, x / 8 + 2 * s + n) + half * 8 * (COLUMNS_S * 2) + 4 * lane_t(),
-                    piece[half / 2][s][n * 2 + half % 2]);
+                store_shared((at ^ (2 * s + n) * 16) + half * 8 * (COLUMNS_S * 2), piece[half / 2][s][n * 2 + half % 2]);
     }
 };
 
@@ -333,12 +331,13 @@ __device__ __forceinline__ void score_gradients(
     float (&dS)[SIXTEENS][COUNT][4], const Take& take)
 {
     constexpr int ROWS = 8 * COUNT;
-    const unsigned d = tile.passing_d + lane_columns<COLUMNS_D>(), dv = tile.passing_v + lane_columns<COLUMNS_V>();
+    const unsigned d = tile.passing_d + lane_columns<COLUMNS_D>() + first * (COLUMNS_D * 2);
+    const unsigned dv = tile.passing_v + lane_columns<COLUMNS_V>() + first * (COLUMNS_V * 2);
     const int x = tile.m * BR + first + 2 * lane_t();
     auto passing = [&](int n, int e) { return tile.passing + x + 8 * n + e % 2; };
     auto own = [&](int m, int e) { return tile.own + 16 * m + e / 2 * 8; };
     float P[SIXTEENS][COUNT][4];
-    row_products<D, ROWS>(P, tile.own_d, d, first);
+    row_products<D, ROWS>(P, tile.own_d, d);
     if constexpr (IN_SUMS) {
         Looked looked = {};
         if constexpr (LOOK) {
@@ -363,10 +362,10 @@ __device__ __forceinline__ void score_gradients(
         take(P);
         if constexpr (MANY_SUMS)
             __syncwarp();  // else the compiler begins the next product early, for which there are no registers
-        row_products<DV, ROWS>(dS, tile.own_v, dv, first);
+        row_products<DV, ROWS>(dS, tile.own_v, dv);
         gradients_of_scores(dS, P, delta, partial, hides);
     } else {
-        row_products<DV, ROWS>(dS, tile.own_v, dv, first);
+        row_products<DV, ROWS>(dS, tile.own_v, dv);
 #pragma unroll
         for (int m = 0; m < SIXTEENS; m++) {
             unsigned keeps = 0;
@@ -598,7 +597,7 @@ __device__ __forceinline__ void add_rows(
     float dS[SIXTEENS][ROWS / 8][4];
     score_gradients<true, LOOK>(call, at, tile, seen_from, first, of_lse, of_delta, dS, [&](const float (&P)[SIXTEENS][ROWS / 8][4]) {
         const Operand<ROWS / 8> factor(P);
-        add_product<DV, ROWS>(dV, factor, tile.passing_v + lane_rows<COLUMNS_V>(), first, [&](int s) {
+        add_product<DV, ROWS>(dV, factor, tile.passing_v + lane_rows<COLUMNS_V>() + first * (COLUMNS_V * 2), [&](int s) {
             if constexpr (BY_COLUMNS)
                 factor.put(tile.P, first, s);
         });
@@ -606,7 +605,7 @@ __device__ __forceinline__ void add_rows(
     const Operand<ROWS / 8> factor(dS);
     if constexpr (MANY_SUMS)
         __syncwarp();  // the same
-    add_product<D, ROWS>(dK, factor, tile.passing_d + lane_rows<COLUMNS_D>(), first, [&](int s) {
+    add_product<D, ROWS>(dK, factor, tile.passing_d + lane_rows<COLUMNS_D>() + first * (COLUMNS_D * 2), [&](int s) {
         if constexpr (BY_COLUMNS || !DETERMINISTIC)
             factor.put(tile.dS, first, s);
     });
@@ -617,7 +616,7 @@ template <int N> __device__ __forceinline__ void add_others(float (&X)[SIXTEENS]
 {
     const int other = (1 - part_of_warp()) * WARP_PART;
     const unsigned own = factors + OWN * own_warp() * (COLUMNS_S * 2) + lane_rows<COLUMNS_S>();
-    add_product<N, WARP_PART>(X, PassedOperand{piece_at<COLUMNS_S>(own, 0, other)}, b + lane_rows<line_columns(N)>(), other, [](int) {});
+    add_product<N, WARP_PART>(X, PassedOperand{piece_at<COLUMNS_S>(own, 0, other)}, b + lane_rows<line_columns(N)>() + other * (line_columns(N) * 2), [](int) {});
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) fa2_backward_keys(const __grid_constant__ Call call)
@@ -855,7 +854,7 @@ __device__ __forceinline__ void add_keys(
     float dS[SIXTEENS][KEYS / 8][4];
     score_gradients<false, LOOK>(call, at, tile, seen_from, first, lse, delta, dS, [](const float (&)[SIXTEENS][KEYS / 8][4]) {});
     const Operand<KEYS / 8> factor(dS);
-    add_product<D, KEYS>(dQ, factor, tile.passing_d + lane_rows<COLUMNS_D>(), first, [&](int s) {
+    add_product<D, KEYS>(dQ, factor, tile.passing_d + lane_rows<COLUMNS_D>() + first * (COLUMNS_D * 2), [&](int s) {
         if constexpr (BY_COLUMNS)
             factor.put(tile.dS, first, s);
     });
