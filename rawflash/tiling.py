@@ -921,29 +921,31 @@ def _raw_backward(problem: Problem, chip: Chip) -> Tiles:
     sharing = -(-widest // RAW_SUMS)  # warps of the same 16 keys
 
     options = (problem.bias, problem.softcap, problem.mask)
-    summed = not (problem.alibi or problem.dropout or any(option is not None for option in options))
+    worked = problem.alibi or problem.dropout or any(option is not None for option in options)
 
     def plan(br: int, bc: int, stages: int, late: bool = True) -> Tiles:
         late = late and stages == RAW_LATE and not problem.deterministic
-        tall = late and summed and bc == RAW_TALL and widest <= RAW_SUMS
-        split = (2 if tall else 1) * widest // RAW_SUMS if widest <= RAW_SUMS else 2  # parts of a warp's columns
+        tall = late and not worked and bc == RAW_TALL and widest <= RAW_SUMS
+        late = tall or late and 2 * widest <= RAW_SUMS
+        sixteens = 2 if tall else 1  # of keys of a warp
+        parts = max(sixteens * widest // RAW_SUMS, 1) if sharing == 1 else sharing  # of the columns of their dK and dV
         resident = (
             Tile("K", bc, to_d, 2),
             Tile("V", bc, to_dv, 2),
             Tile("Q", stages * br, to_d, 2),
             Tile("dO", stages * br, to_dv, 2),
-            *((Tile("P", bc, mma_pitch(br), 2),) if split == 2 else ()),
+            *((Tile("P", bc, mma_pitch(br), 2),) if parts > 1 else ()),
             Tile("dS", (2 if late else 1) * bc, mma_pitch(br), 2),
             Tile("lse", stages * br, 1, 4),
             Tile("delta", stages * br, 1, 4),
-            Tile("rows", 20, 1, 4),  # which of them see the keys, and where they are
-            *((Tile("P", bc, br, 4, REGISTERS),) if split < 2 else ()),
+            Tile("rows", 24, 1, 4),  # which of them see the keys, and where they are
+            *((Tile("P", bc, br, 4, REGISTERS),) if parts == 1 else ()),
             Tile("dQ", br, d, 4, REGISTERS),
             Tile("dK", bc, d, 4, REGISTERS),
             Tile("dV", bc, dv, 4, REGISTERS),
         )
-        threads = 2 * bc * sharing  # a warp for 16 keys
-        constants = ("S_STAGES", 2 if late else 1), ("SIXTEENS", 2 if tall else 1), ("COLUMN_PARTS", max(split, 1))
+        threads = 2 * bc * sharing  # a warp for 16 keys, or two for 32
+        constants = ("S_STAGES", 2 if late else 1), ("SIXTEENS", sixteens), ("COLUMN_PARTS", parts)
         return Tiles(br, bc, resident, chip.name, limit, JI, family=MMA, threads=threads, constants=constants)
 
     tried = (plan(*shape, late) for shape in RAW_BACKWARD[widest] for late in (True, False))

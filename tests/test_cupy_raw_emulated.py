@@ -616,17 +616,17 @@ def test_gradients_of_halves_are_given_where_memory_was_nan(device, monkeypatch)
 
 
 BROKEN_HALVES = {
-    "lse is that of the step before": ("* (2 * BR) + threadIdx.x] =", "* 0 + threadIdx.x] ="),
-    "dS lies one key on": ("lane_g();\n#pragma", "(lane_g() ^ 1);\n#pragma"),
-    "P is not hidden": ("S[n][e] = -INFINITE;", ";"),
-    "two warps put P at one place": ("factor.put(on_chip + FACTORS_AT, first)", "factor.put(on_chip + FACTORS_AT, 0)"),
+    "lse is that of the step before": ("(statistics + stage * (2 * BR) +", "(statistics +"),
+    "dS lies one key on": ("own_warp() + lane_g(), 0)", "own_warp() + (lane_g() ^ 1), 0)"),
+    "P is not hidden": ("S[m][n][e] = -INFINITE;", ";"),
+    "two warps put P at one place": ("factor.put(tile.P, first, s)", "factor.put(tile.P, 0, s)"),
     "rows come before they have landed": (
-        "await_groups<0>();\n        __syncthreads();  // Q_i", "__syncthreads();  // Q_i"),
+        "            await_groups<0>();\n            finish_statistics(r,", "            finish_statistics(r,"),
     "the band is one row wide of the mark": ("- call.band_upper - i_low,", "- call.band_upper - i_low - 1,"),
-    "pieces of two heads are one": ("(slot * call.Hq + h) * each", "(slot * call.Hq) * each"),
+    "pieces of two heads are one": ("each * pieces_of_head(call)", "0 * pieces_of_head(call)"),
     "two columns of dQ are exchanged": ("X[2 * t] = half ? x[t].z : x[t].x", "X[2 * t] = half ? x[t].w : x[t].y"),
     "two warps sum the same columns": ("part_of_warp() * Part<N>::COLUMNS, n)", "0, n)"),
-    "delta is left out": ("(dP[n][2 * half] - d.x)", "(dP[n][2 * half])"),
+    "delta is left out": ("(x[half % 2 * 2] - d.x)", "(x[half % 2 * 2])"),
     "a head of the group is left out": ("r.h_end = h_first + group;", "r.h_end = h_first + group - 1;"),
 }  # fmt: skip
 

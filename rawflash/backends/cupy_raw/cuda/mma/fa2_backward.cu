@@ -40,7 +40,7 @@ constexpr int FACTOR = BC * COLUMNS_S * 2, FACTORS = (BY_COLUMNS + S_STAGES) * F
 constexpr int STATISTICS = 2 * BR * (int)sizeof(float);                 // lse, delta of a step
 constexpr int STAGES = (TILE_BYTES - PASSING - FACTORS) / (STAGE + STATISTICS);
 constexpr int FACTORS_AT = PASSING + STAGES * STAGE, DS_AT = FACTORS_AT + BY_COLUMNS * FACTOR, STATISTICS_AT = FACTORS_AT + FACTORS;
-constexpr int ROWS_AT = STATISTICS_AT + STAGES * STATISTICS, ROWS_BYTES = 80;
+constexpr int ROWS_AT = STATISTICS_AT + STAGES * STATISTICS, ROWS_BYTES = 96;
 static_assert(ROWS_AT + ROWS_BYTES == TILE_BYTES && (STAGES == 1 || STAGES == 2), "the plan's tiles");
 static_assert(WARPS * OWN == BC * SHARING && (SHARING == 1 || SHARING == 2) && COLUMN_PARTS <= SHARING && BR % 32 == 0, "whole pieces");
 static_assert(THREADS >= 2 * BR, "a thread has one number of lse or delta");
@@ -63,6 +63,9 @@ constexpr int WARP_PART = BR / SHARING, MANY = 64 / SIXTEENS, MOST = WARP_PART <
 template <int N> struct Part {
     static constexpr int COUNT = ceil_div(depth_columns(N) / 16, COLUMN_PARTS), COLUMNS = COLUMN_PARTS == 1 ? 0 : 16 * COUNT;
 };
+
+constexpr bool PASSES_DS = BY_COLUMNS || !DETERMINISTIC;  // through on-chip memory
+constexpr bool PUT_FIRST = SIXTEENS == 1;  // there, before the product whose factor it is; else while that begins, if registers are enough
 
 constexpr bool MANY_SUMS = SIXTEENS * (Part<D>::COUNT + Part<DV>::COUNT) > 8;
 
@@ -555,20 +558,18 @@ __device__ __forceinline__ void store_own(
 }
 
 // The rows that see a block of keys, counted from i_low on: `steps` blocks of Br of each head from h_first up to h_end, of which those from `whole`
-// to `whole_end` see all keys; the n-th key is seen from row low + n on, before high + n. q, dout, lse, delta, sums: from the beginning of these
-// arrays to row i_low of head h_first. Block-uniform numbers that every step asks for: they lie in on-chip memory, as registers are scarce.
+// to `whole_end` see all keys; the n-th key is seen from row low + n on, before high + n. q, dout, lse, delta: row i_low of head h_first of these
+// arrays, and for the first two how far rows are apart; sums: from call.sums to its pieces. Block-uniform numbers that every step asks for: they
+// lie in on-chip memory, as registers are scarce.
 struct Rows {
-    long long q, dout, lse, delta, sums;
+    const elem *q, *dout;
+    const float *lse, *delta;
+    long long sums, q_row, dout_row;
     int h_first, h_end, steps, count, whole, whole_end, low, high, keys;
     float scale;
 };
 static_assert(sizeof(Rows) <= ROWS_BYTES, "they have room");
 
-// Row `row` from i_low on of a head in an array; `first` is that of h_first.
-template <class Array> __device__ __forceinline__ auto row_from(const Array& array, long long first, int head, int row)
-{
-    return array.data + (first + (unsigned)head * array.head + (unsigned)row * array.row);
-}
 
 struct KeyBlock {
     Sequence s;
@@ -603,10 +604,14 @@ __device__ __forceinline__ void add_rows(
         });
     });
     const Operand<ROWS / 8> factor(dS);
-    if constexpr (MANY_SUMS)
-        __syncwarp();  // the same
+    if constexpr (PASSES_DS && PUT_FIRST)
+#pragma unroll
+        for (int s = 0; s < ROWS / 16; s++)
+            factor.put(tile.dS, first, s);
+    else if constexpr (MANY_SUMS)
+        __syncwarp();  // as above
     add_product<D, ROWS>(dK, factor, tile.passing_d + lane_rows<COLUMNS_D>() + first * (COLUMNS_D * 2), [&](int s) {
-        if constexpr (BY_COLUMNS || !DETERMINISTIC)
+        if constexpr (PASSES_DS && !PUT_FIRST)
             factor.put(tile.dS, first, s);
     });
 }
@@ -636,10 +641,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) fa2_backward_keys(
     Rows first_rows;
     {
         Rows& r = first_rows;
-        r.q = row_of(call.q, s.slot, h_first, s.q_start + i_low) - call.q.data;
-        r.dout = row_of(call.dout, s.slot, h_first, s.q_start + i_low) - call.dout.data;
-        r.lse = row_of(call.lse, s.slot, h_first, s.q_start + i_low) - call.lse.data;
-        r.delta = row_of(call.delta, s.slot, h_first, s.q_start + i_low) - call.delta.data;
+        r.q = row_of(call.q, s.slot, h_first, s.q_start + i_low);
+        r.dout = row_of(call.dout, s.slot, h_first, s.q_start + i_low);
+        r.lse = row_of(call.lse, s.slot, h_first, s.q_start + i_low);
+        r.delta = row_of(call.delta, s.slot, h_first, s.q_start + i_low);
+        r.q_row = call.q.row;
+        r.dout_row = call.dout.row;
         r.sums = first_piece(call, s.slot, h_first, first_sixteen(s) + i_low / 16) * PIECE;
         r.scale = POWERS ? float(call.scale) * LOG2E : float(call.scale);
         r.h_first = h_first;
@@ -687,33 +694,33 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) fa2_backward_keys(
     };
     auto kind_of = [&](const Rows& r, const Walk& to) { return HAS_MASK ? to.kind : to.m >= r.whole && to.m < r.whole_end ? FULL : PARTIAL; };
     auto load_rows = [&](const Rows& r, unsigned tile, const Walk& to) {
-        const elem* q = row_from(call.q, r.q, to.h - r.h_first, to.m * BR + copied_row()) + CHUNK_HALVES * copied_chunk();
-        const elem* dout = row_from(call.dout, r.dout, to.h - r.h_first, to.m * BR + copied_row()) + CHUNK_HALVES * copied_chunk();
-        const long long q_rows = ROWS_AT_ONCE * call.q.row, dout_rows = ROWS_AT_ONCE * call.dout.row;
+        const unsigned head = to.h - r.h_first, row = to.m * BR + copied_row();
+        const long long q_row = r.q_row, dout_row = r.dout_row;
+        const elem* q = r.q + (head * call.q.head + row * q_row + CHUNK_HALVES * copied_chunk());
+        const elem* dout = r.dout + (head * call.dout.head + row * dout_row + CHUNK_HALVES * copied_chunk());
         auto next_of = [](const elem*& rows, long long further) {
             const elem* const now = rows;
             rows += further;
             return now;
         };
         if ((to.m + 1) * BR <= r.count) {
-            load_halves<BR, D, true>(tile, [&](int, bool&) { return next_of(q, q_rows); });
-            load_halves<BR, DV, true>(tile + PASSING_V, [&](int, bool&) { return next_of(dout, dout_rows); });
+            load_halves<BR, D, true>(tile, [&](int, bool&) { return next_of(q, ROWS_AT_ONCE * q_row); });
+            load_halves<BR, DV, true>(tile + PASSING_V, [&](int, bool&) { return next_of(dout, ROWS_AT_ONCE * dout_row); });
         } else {
             const int left = r.count - to.m * BR - copied_row();
-            load_halves<BR, D, false>(tile, [&](int n, bool& exists) { return (exists = n < left) ? q + n * call.q.row : call.q.data; });
-            load_halves<BR, DV, false>(
-                tile + PASSING_V, [&](int n, bool& exists) { return (exists = n < left) ? dout + n * call.dout.row : call.dout.data; });
+            load_halves<BR, D, false>(tile, [&](int n, bool& exists) { return (exists = n < left) ? q + n * q_row : r.q; });
+            load_halves<BR, DV, false>(tile + PASSING_V, [&](int n, bool& exists) { return (exists = n < left) ? dout + n * dout_row : r.dout; });
         }
     };
     // lse and delta are copied as they are; once it is there, lse is made what probabilities() takes
     float* const statistics = (float*)(on_chip + STATISTICS_AT);
     auto load_statistics = [&](const Rows& r, const Walk& to, int stage) {
         if (threadIdx.x < 2 * BR) {
-            const int row = to.m * BR + threadIdx.x % BR, head = to.h - r.h_first;
-            const bool exists = row < r.count;
-            const float* from = threadIdx.x < BR ? row_from(call.lse, r.lse, head, row) : row_from(call.delta, r.delta, head, row);
-            if (!exists)
-                from = call.delta.data;
+            const unsigned row = to.m * BR + threadIdx.x % BR, head = to.h - r.h_first;
+            const bool exists = (int)row < r.count, has_lse = threadIdx.x < BR;
+            const float* from = has_lse ? r.lse : r.delta;
+            if (exists)
+                from += has_lse ? head * call.lse.head + row * call.lse.row : head * call.delta.head + row * call.delta.row;
             copy_to_shared<4>(statistics + stage * (2 * BR) + threadIdx.x, from, exists);
         }
     };
@@ -807,7 +814,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) fa2_backward_keys(
                 for (int n = 0; n < WARP_PART; n += AT_ONCE)
                     add_rows<AT_ONCE, true>(call, at, tile(), seen_from, lse, first + n, dK, dV);
         if constexpr (BY_COLUMNS) {
-            __syncthreads();  // P and dS are there
+            if constexpr (LATE || DETERMINISTIC)
+                sync_pair();  // P and dS of the other warp are there
+            else
+                __syncthreads();  // and those of all
             const Tile now = tile();
             add_others<DV>(dV, now.P, now.passing_v);
             add_others<D>(dK, now.dS, now.passing_d);
@@ -971,7 +981,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) fa2_backward_queri
                 for (int n = 0; n < WARP_PART; n += AT_ONCE)
                     add_keys<AT_ONCE, true>(call, at, tile, seen_from, lse, delta, first + n, dQ);
         if constexpr (BY_COLUMNS) {
-            __syncthreads();  // dS is there
+            sync_pair();  // dS of the other warp is there
             add_others<D>(dQ, base + DS_AT, K_j);
         }
         if constexpr (STAGES == 1) {
