@@ -67,8 +67,6 @@ template <int N> struct Part {
 constexpr bool PASSES_DS = BY_COLUMNS || !DETERMINISTIC;  // through on-chip memory
 constexpr bool PUT_FIRST = SIXTEENS == 1;  // there, before the product whose factor it is; else while that begins, if registers are enough
 
-constexpr bool MANY_SUMS = SIXTEENS * (Part<D>::COUNT + Part<DV>::COUNT) > 8;
-
 __device__ __forceinline__ int own_warp() { return threadIdx.x / WARP_SIZE / SHARING; }
 __device__ __forceinline__ int part_of_warp() { return SHARING == 1 ? 0 : threadIdx.x / WARP_SIZE % SHARING; }
 
@@ -115,71 +113,42 @@ template <int N, int ROWS> __device__ __forceinline__ void row_products(float (&
     }
 }
 
-// X += A B: A as pieces of sixteen columns, B the DEPTH rows of a tile from `b` on, the warp's part of its N columns. between(s) is called as
-// soon as the sixteen rows s of B are read.
-template <int N, int DEPTH, class A, class Between>
+// X += A B: A as pieces of its sixteen columns s, B the sixteen rows s of a tile, the warp's part of its N columns. `b`: where the first rows are.
+template <int N>
 __device__ __forceinline__ void add_product(
-    float (&X)[SIXTEENS][2 * Part<N>::COUNT][4], const A& a, unsigned b, const Between& between)
+    float (&X)[SIXTEENS][2 * Part<N>::COUNT][4], const unsigned (&A)[SIXTEENS][4], unsigned b, int s)
 {
     constexpr int COUNT = Part<N>::COUNT;
 #pragma unroll
-    for (int s = 0; s < DEPTH / 16; s++) {
-        unsigned factor[SIXTEENS][4];
+    for (int n = 0; n < COUNT; n++) {
+        unsigned B[4];
+        load_matrices_transposed(B, column_piece<COUNT, line_columns(N)>(b, 16 * s, part_of_warp() * Part<N>::COLUMNS, n));
 #pragma unroll
         for (int m = 0; m < SIXTEENS; m++)
-            a(factor[m], m, s);
-#pragma unroll
-        for (int n = 0; n < COUNT; n++) {
-            unsigned B[4];
-            load_matrices_transposed(B, column_piece<COUNT, line_columns(N)>(b, 16 * s, part_of_warp() * Part<N>::COLUMNS, n));
-#pragma unroll
-            for (int m = 0; m < SIXTEENS; m++)
-                multiply_both(X[m][2 * n], X[m][2 * n + 1], factor[m], B);
-        }
-        between(s);
+            multiply_both(X[m][2 * n], X[m][2 * n + 1], A[m], B);
     }
 }
 
-// The own rows of numbers as pieces of an operand.
-template <int COUNT> struct Operand {
-    unsigned piece[SIXTEENS][COUNT / 2][4];
-
-    __device__ __forceinline__ Operand(const float (&X)[SIXTEENS][COUNT][4])
-    {
+// The sixteen columns s of numbers as pieces of an operand.
+template <int COUNT> __device__ __forceinline__ void operand_of(unsigned (&A)[SIXTEENS][4], const float (&X)[SIXTEENS][COUNT][4], int s)
+{
 #pragma unroll
-        for (int m = 0; m < SIXTEENS; m++)
-#pragma unroll
-            for (int n = 0; n < COUNT; n++)
-#pragma unroll
-                for (int half = 0; half < 2; half++)
-                    piece[m][n / 2][n % 2 * 2 + half] = pair_of(X[m][n][2 * half], X[m][n][2 * half + 1]);
-    }
-
-    __device__ __forceinline__ void operator()(unsigned (&words)[4], int m, int s) const
-    {
+    for (int m = 0; m < SIXTEENS; m++)
 #pragma unroll
         for (int e = 0; e < 4; e++)
-            words[e] = piece[m][s][e];
-    }
+            A[m][e] = pair_of(X[m][2 * s + e / 2][e % 2 * 2], X[m][2 * s + e / 2][e % 2 * 2 + 1]);
+}
 
-    // The pieces s into the warp's own rows of a tile, whose column x, a multiple of 8 COUNT, is that of the first of all.
-    __device__ __forceinline__ void put(unsigned tile, int x, int s) const
-    {
-        const unsigned at = (tile + chunk_at<COLUMNS_S>(OWN * own_warp() + lane_g(), 0) + 4 * lane_t()) ^ (2 * x);
+// They go to the warp's own rows of a tile; `x`, a multiple of 8 COUNT, is the column of the first.
+template <int COUNT> __device__ __forceinline__ void put_operand(unsigned tile, int x, int s, const unsigned (&A)[SIXTEENS][4])
+{
+    const unsigned at = (tile + chunk_at<COLUMNS_S>(OWN * own_warp() + lane_g(), 0) + 4 * lane_t()) ^ (2 * x);
 #pragma unroll
-        for (int n = 0; n < 2; n++)
+    for (int n = 0; n < 2; n++)
 #pragma unroll
-            for (int half = 0; half < 2 * SIXTEENS; half++)
-                store_shared((at ^ (2 * s + n) * 16) + half * 8 * (COLUMNS_S * 2), piece[half / 2][s][n * 2 + half % 2]);
-    }
-};
-
-// The same from a tile; `at` is its address and lane_rows of the warp's own rows.
-struct PassedOperand {
-    unsigned at;
-
-    __device__ __forceinline__ void operator()(unsigned (&words)[4], int m, int s) const { read_piece<COLUMNS_S>(words, at, 16 * m, 16 * s); }
-};
+        for (int half = 0; half < 2 * SIXTEENS; half++)
+            store_shared((at ^ (2 * s + n) * 16) + half * 8 * (COLUMNS_S * 2), A[half / 2][n * 2 + half % 2]);
+}
 
 // ---- P and dS of a warp ------------------------------------------------------------------------------------------------------------
 
@@ -221,9 +190,8 @@ struct Looked {
 
 __device__ __forceinline__ int narrow_far(long long x) { return (int)clamp(x, -FAR, FAR); }
 
-// P = exp(S - lse), where it is not hidden.
-template <int COUNT, class Rows, class Hidden>
-__device__ __forceinline__ void probabilities(float (&S)[SIXTEENS][COUNT][4], float scale, const Rows& lse, bool partial, const Hidden& hidden)
+// S - lse, which P is the power of.
+template <int COUNT, class Rows> __device__ __forceinline__ void subtract_lse(float (&S)[SIXTEENS][COUNT][4], float scale, const Rows& lse)
 {
 #pragma unroll
     for (int n = 0; n < COUNT; n++)
@@ -234,19 +202,28 @@ __device__ __forceinline__ void probabilities(float (&S)[SIXTEENS][COUNT][4], fl
             x[half % 2 * 2] = multiply_add(x[half % 2 * 2], scale, -l.x);
             x[half % 2 * 2 + 1] = multiply_add(x[half % 2 * 2 + 1], scale, -l.y);
         }
-    if (partial) {
-        const auto of = hidden();
+}
+
+template <int COUNT, class Hidden>
+__device__ __forceinline__ void hide(float (&S)[SIXTEENS][COUNT][4], float (&dP)[SIXTEENS][COUNT][4], const Hidden& of)
+{
 #pragma unroll
-        for (int m = 0; m < SIXTEENS; m++)
+    for (int m = 0; m < SIXTEENS; m++)
 #pragma unroll
-            for (int n = 0; n < COUNT; n++)
+        for (int n = 0; n < COUNT; n++)
 #pragma unroll
-                for (int e = 0; e < 4; e++)
-                    if (of.hides(m, n, e))
-                        S[m][n][e] = -INFINITE;
-    }
+            for (int e = 0; e < 4; e++)
+                if (of.hides(m, n, e)) {
+                    S[m][n][e] = -INFINITE;
+                    dP[m][n][e] = 0;  // it may have overflown
+                }
+}
+
+// P = exp(S - lse), for the sixteen passing rows s.
+template <int COUNT> __device__ __forceinline__ void probabilities(float (&S)[SIXTEENS][COUNT][4], int s)
+{
 #pragma unroll
-    for (int n = 0; n < COUNT; n++)
+    for (int n = 2 * s; n < 2 * s + 2; n++)
 #pragma unroll
         for (int m = 0; m < SIXTEENS; m++)
 #pragma unroll
@@ -256,24 +233,13 @@ __device__ __forceinline__ void probabilities(float (&S)[SIXTEENS][COUNT][4], fl
             }
 }
 
-// dP -> dS = P (dP - delta), where it is not hidden.
-template <int COUNT, class Rows, class Hidden>
+// dP -> dS = P (dP - delta), for the same.
+template <int COUNT, class Rows>
 __device__ __forceinline__ void gradients_of_scores(
-    float (&dP)[SIXTEENS][COUNT][4], const float (&P)[SIXTEENS][COUNT][4], const Rows& delta, bool partial, const Hidden& hidden)
+    float (&dP)[SIXTEENS][COUNT][4], const float (&P)[SIXTEENS][COUNT][4], const Rows& delta, int s)
 {
-    if (partial) {  // dP of a hidden key may have overflown
-        const auto of = hidden();
 #pragma unroll
-        for (int m = 0; m < SIXTEENS; m++)
-#pragma unroll
-            for (int n = 0; n < COUNT; n++)
-#pragma unroll
-                for (int e = 0; e < 4; e++)
-                    if (of.hides(m, n, e))
-                        dP[m][n][e] = 0;
-    }
-#pragma unroll
-    for (int n = 0; n < COUNT; n++)
+    for (int n = 2 * s; n < 2 * s + 2; n++)
 #pragma unroll
         for (int half = 0; half < 2 * SIXTEENS; half++) {
             const float2 d = delta.pair(n, half);
@@ -284,7 +250,7 @@ __device__ __forceinline__ void gradients_of_scores(
         }
 }
 
-// lse as probabilities() takes it. A row that does not exist or sees no key has P = 0 by an lse of inf.
+// lse as subtract_lse() takes it. A row that does not exist or sees no key has P = 0 by an lse of inf.
 __device__ __forceinline__ float shift_of(float lse)
 {
     if (lse == -INFINITE)
@@ -326,12 +292,11 @@ template <int COUNT> __device__ __forceinline__ unsigned kept_of_keys(const Call
     return keeps;
 }
 
-// dS for COUNT pieces of eight passing rows, from row `first` of the block on; take(P) is called as soon as P is there.
-// seen_from(x): what the lane sees from passing row x on.
+// P and dS for COUNT pieces of eight passing rows, from row `first` of the block on; take(s, P, dS) is called as soon as those of sixteen are there.
 template <bool OWN_KEYS, bool LOOK, int COUNT, class Rows, class SeenFrom, class Take>
 __device__ __forceinline__ void score_gradients(
     const Call& call, const Head& at, const Tile& tile, const SeenFrom& seen_from, int first, const Rows& lse, const Rows& delta,
-    float (&dS)[SIXTEENS][COUNT][4], const Take& take)
+    const Take& take)
 {
     constexpr int ROWS = 8 * COUNT;
     const unsigned d = tile.passing_d + lane_columns<COLUMNS_D>() + first * (COLUMNS_D * 2);
@@ -339,7 +304,7 @@ __device__ __forceinline__ void score_gradients(
     const int x = tile.m * BR + first + 2 * lane_t();
     auto passing = [&](int n, int e) { return tile.passing + x + 8 * n + e % 2; };
     auto own = [&](int m, int e) { return tile.own + 16 * m + e / 2 * 8; };
-    float P[SIXTEENS][COUNT][4];
+    float P[SIXTEENS][COUNT][4], dS[SIXTEENS][COUNT][4];
     row_products<D, ROWS>(P, tile.own_d, d);
     if constexpr (IN_SUMS) {
         Looked looked = {};
@@ -354,19 +319,20 @@ __device__ __forceinline__ void score_gradients(
                         if (!visible(call, at, OWN_KEYS ? passing(n, e) : own(m, e), OWN_KEYS ? own(m, e) : passing(n, e)))
                             looked.hidden[m] |= 1u << (4 * n + e);
         }
-        const bool partial = tile.kind != FULL;
-        auto hides = [&] {  // found where it is needed: until then it takes no registers
-            if constexpr (LOOK)
-                return looked;
-            else
-                return seen_from(tile.m * BR + first + 2 * lane_t());
-        };
-        probabilities(P, tile.scale, lse, partial, hides);
-        take(P);
-        if constexpr (MANY_SUMS)
-            __syncwarp();  // else the compiler begins the next product early, for which there are no registers
+        subtract_lse(P, tile.scale, lse);
         row_products<DV, ROWS>(dS, tile.own_v, dv);
-        gradients_of_scores(dS, P, delta, partial, hides);
+        if (tile.kind != FULL) {  // what is hidden is found where it is needed: until then it takes no registers
+            if constexpr (LOOK)
+                hide(P, dS, looked);
+            else
+                hide(P, dS, seen_from(tile.m * BR + first + 2 * lane_t()));
+        }
+#pragma unroll
+        for (int s = 0; s < COUNT / 2; s++) {
+            probabilities(P, s);
+            gradients_of_scores(dS, P, delta, s);
+            take(s, P, dS);
+        }
     } else {
         row_products<DV, ROWS>(dS, tile.own_v, dv);
 #pragma unroll
@@ -391,7 +357,9 @@ __device__ __forceinline__ void score_gradients(
                     dS[m][n][e] = ds;
                 }
         }
-        take(P);
+#pragma unroll
+        for (int s = 0; s < COUNT / 2; s++)
+            take(s, P, dS);
     }
 }
 
@@ -595,24 +563,21 @@ __device__ __forceinline__ void add_rows(
     float (&dK)[SIXTEENS][2 * Part<D>::COUNT][4], float (&dV)[SIXTEENS][2 * Part<DV>::COUNT][4])
 {
     const PassingRows of_lse = {lse + first + 2 * lane_t()}, of_delta = {of_lse.first + BR};
-    float dS[SIXTEENS][ROWS / 8][4];
-    score_gradients<true, LOOK>(call, at, tile, seen_from, first, of_lse, of_delta, dS, [&](const float (&P)[SIXTEENS][ROWS / 8][4]) {
-        const Operand<ROWS / 8> factor(P);
-        add_product<DV, ROWS>(dV, factor, tile.passing_v + lane_rows<COLUMNS_V>() + first * (COLUMNS_V * 2), [&](int s) {
-            if constexpr (BY_COLUMNS)
-                factor.put(tile.P, first, s);
-        });
-    });
-    const Operand<ROWS / 8> factor(dS);
-    if constexpr (PASSES_DS && PUT_FIRST)
-#pragma unroll
-        for (int s = 0; s < ROWS / 16; s++)
-            factor.put(tile.dS, first, s);
-    else if constexpr (MANY_SUMS)
-        __syncwarp();  // as above
-    add_product<D, ROWS>(dK, factor, tile.passing_d + lane_rows<COLUMNS_D>() + first * (COLUMNS_D * 2), [&](int s) {
+    const unsigned Q = tile.passing_d + lane_rows<COLUMNS_D>() + first * (COLUMNS_D * 2);
+    const unsigned dO = tile.passing_v + lane_rows<COLUMNS_V>() + first * (COLUMNS_V * 2);
+    using Numbers = const float (&)[SIXTEENS][ROWS / 8][4];
+    score_gradients<true, LOOK, ROWS / 8>(call, at, tile, seen_from, first, of_lse, of_delta, [&](int s, Numbers P, Numbers dS) {
+        unsigned factor_P[SIXTEENS][4], factor_dS[SIXTEENS][4];
+        operand_of(factor_P, P, s);
+        operand_of(factor_dS, dS, s);
+        add_product<DV>(dV, factor_P, dO, s);
+        if constexpr (BY_COLUMNS)
+            put_operand<ROWS / 8>(tile.P, first, s, factor_P);
+        if constexpr (PASSES_DS && PUT_FIRST)
+            put_operand<ROWS / 8>(tile.dS, first, s, factor_dS);
+        add_product<D>(dK, factor_dS, Q, s);
         if constexpr (PASSES_DS && !PUT_FIRST)
-            factor.put(tile.dS, first, s);
+            put_operand<ROWS / 8>(tile.dS, first, s, factor_dS);
     });
 }
 
@@ -621,7 +586,14 @@ template <int N> __device__ __forceinline__ void add_others(float (&X)[SIXTEENS]
 {
     const int other = (1 - part_of_warp()) * WARP_PART;
     const unsigned own = factors + OWN * own_warp() * (COLUMNS_S * 2) + lane_rows<COLUMNS_S>();
-    add_product<N, WARP_PART>(X, PassedOperand{piece_at<COLUMNS_S>(own, 0, other)}, b + lane_rows<line_columns(N)>() + other * (line_columns(N) * 2), [](int) {});
+#pragma unroll
+    for (int s = 0; s < WARP_PART / 16; s++) {
+        unsigned A[SIXTEENS][4];
+#pragma unroll
+        for (int m = 0; m < SIXTEENS; m++)
+            read_piece<COLUMNS_S>(A[m], piece_at<COLUMNS_S>(own, 0, other), 16 * m, 16 * s);
+        add_product<N>(X, A, b + lane_rows<line_columns(N)>() + other * (line_columns(N) * 2), s);
+    }
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) fa2_backward_keys(const __grid_constant__ Call call)
@@ -712,7 +684,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) fa2_backward_keys(
             load_halves<BR, DV, false>(tile + PASSING_V, [&](int n, bool& exists) { return (exists = n < left) ? dout + n * dout_row : r.dout; });
         }
     };
-    // lse and delta are copied as they are; once it is there, lse is made what probabilities() takes
+    // lse and delta are copied as they are; once it is there, lse is made what subtract_lse() takes
     float* const statistics = (float*)(on_chip + STATISTICS_AT);
     auto load_statistics = [&](const Rows& r, const Walk& to, int stage) {
         if (threadIdx.x < 2 * BR) {
@@ -861,12 +833,14 @@ __device__ __forceinline__ void add_keys(
     const Call& call, const Head& at, const Tile& tile, const SeenFrom& seen_from, const OwnRows& lse, const OwnRows& delta,
     int first, float (&dQ)[SIXTEENS][2 * Part<D>::COUNT][4])
 {
-    float dS[SIXTEENS][KEYS / 8][4];
-    score_gradients<false, LOOK>(call, at, tile, seen_from, first, lse, delta, dS, [](const float (&)[SIXTEENS][KEYS / 8][4]) {});
-    const Operand<KEYS / 8> factor(dS);
-    add_product<D, KEYS>(dQ, factor, tile.passing_d + lane_rows<COLUMNS_D>() + first * (COLUMNS_D * 2), [&](int s) {
+    const unsigned K = tile.passing_d + lane_rows<COLUMNS_D>() + first * (COLUMNS_D * 2);
+    using Numbers = const float (&)[SIXTEENS][KEYS / 8][4];
+    score_gradients<false, LOOK, KEYS / 8>(call, at, tile, seen_from, first, lse, delta, [&](int s, Numbers, Numbers dS) {
+        unsigned factor[SIXTEENS][4];
+        operand_of(factor, dS, s);
+        add_product<D>(dQ, factor, K, s);
         if constexpr (BY_COLUMNS)
-            factor.put(tile.dS, first, s);
+            put_operand<KEYS / 8>(tile.dS, first, s, factor);
     });
 }
 
