@@ -461,8 +461,8 @@ def instructions(program, kernel, tmp_path):
 @pytest.mark.parametrize("arch", ARCHITECTURES[1:])
 @pytest.mark.parametrize("d", [64, 128])
 def test_gradients_of_16_bits_run_on_tensor_cores(d, arch, tmp_path):
-    """A warp has sixteen keys, 64 rows of Q at a time, for four products; in dQ it has its share of all rows and keys.
-    The sums of dQ go to memory sixteen bytes at a time where the hardware can. On sm_90 of a call that its own kernel
+    """A warp has sixteen keys, 64 rows of Q at a time, for four products, or 32 and 32; in dQ it has its share of all
+    rows and keys. The sums of dQ go to memory sixteen bytes at a time where the hardware can. On sm_90 of a call that its own kernel
     leaves to this one."""
     pytest.importorskip("cupy")
     options = "causal, M given" if arch == "sm_90a" else "causal"
@@ -472,7 +472,8 @@ def test_gradients_of_16_bits_run_on_tensor_cores(d, arch, tmp_path):
     warps, br = program.launched["fa2_backward_keys"][0] // 32, int(re.search(r"int BR = (\d+);", program.text)[1])
     pieces = d // 8  # of 16 x 8 numbers, in sixteen rows
     assert found["HMMA"] == (4 * 64 + br) // 16 * pieces
-    assert found["LDSM"] <= 0.6 * found["HMMA"]
+    tall = re.search(r"int SIXTEENS = 2;", program.text)
+    assert found["LDSM"] <= (0.45 if tall else 0.6) * found["HMMA"] and (tall or d == 128)
     additions = sum(count for name, count in found.items() if name.startswith("RED"))
     assert additions == br // 16 * pieces // warps * (1 if int(re.search(r"\d+", arch)[0]) >= 90 else 4)
     assert not found.keys() & {"LDL", "STL"}

@@ -1,12 +1,14 @@
 // FlashAttention-2, backward pass, in 16 bits on tensor cores (Dao 2024, algorithm 2; Chu, Liu and Lin 2026, algorithms 6 and 8).
 //
 // fa2_backward_keys: a block of threads owns Bc keys of one key head and runs over the Q blocks of all query heads that share it. A warp owns
-// sixteen keys and computes S^T = K Q^T and dP^T = V dO^T, so that P^T and dS^T lie in its registers as operands of dV += P^T dO and
-// dK += dS^T Q; dS alone passes through on-chip memory, for dQ_i += dS K, in which warps stand in another grid. Where dK and dV of sixteen keys
-// are more than the registers of a warp (d > 128), two warps share them: each has half of Br in S^T and dP^T and half of d in the sums, and P^T
-// passes through on-chip memory too.
-// On chip: K (Bc, d), V (Bc, dv), dS^T (Bc, Br), with two warps P^T (Bc, Br), and once or twice, for this step and the next, Q (Br, d),
-// dO (Br, dv), lse, delta (Br); in registers P (Br, Bc), dK (Bc, d), dV (Bc, dv), dQ (Br, d).
+// sixteen keys (SIXTEENS = 1) or 32 and computes S^T = K Q^T and dP^T = V dO^T, so that P^T and dS^T lie in its registers as operands of
+// dV += P^T dO and dK += dS^T Q; dS alone passes through on-chip memory, for dQ_i += dS K, in which warps stand in another grid.
+// Two warps may share keys (SHARING = 2), each with half of Br in S and dP. With COLUMN_PARTS = 1 each has sums over its half of Br, which are
+// added in the end; with 2 each has half of the columns of dK and dV, as registers are not enough for more, and P^T passes through on-chip
+// memory too. What products read from there is least where a warp has 32 keys.
+// dQ_i is added at the end of its step, behind a barrier; or, with two tiles for dS (S_STAGES = 2), behind that of the next step.
+// On chip: K (Bc, d), V (Bc, dv), once or twice dS^T (Bc, Br), with COLUMN_PARTS = 2 P^T (Bc, Br), and once or twice, for this step and the
+// next, Q (Br, d), dO (Br, dv), lse, delta (Br); in registers P (Br, Bc), dK (Bc, d), dV (Bc, dv), dQ (Br, d).
 //
 // dQ_i goes to device memory by atomic additions, unless DETERMINISTIC. Its sums lie there as the lanes of a warp hold them ("pieces" of
 // 16 x 8 numbers), so that an addition of 16 bytes a lane is one of 512 neighbouring bytes; fa2_backward_finish makes rows of them.
@@ -163,8 +165,8 @@ struct OwnRows {
 };
 
 // Which passing rows see, or are seen by, the lane's own rows (lane_g() and that plus 8, ...): from `first` on, before `end`, both plus 8 for the
-// second of them, and so on; before `count`. `own`: of the own rows from the lane's first on so many exist. Passing rows are counted from the lane's first
-// of the tile.
+// second of them, and so on; before `count`. `own`: of the own rows from the lane's first on so many exist. Passing rows are counted from the
+// lane's first of the tile.
 struct Seen {
     int first, end, count, own;
 
@@ -265,6 +267,7 @@ struct Tile {
     unsigned own_d, own_v, passing_d, passing_v;  // where the warp's own rows of K and V (Q and dO) are, and the passing ones of the others
     float scale;
     unsigned P, dS;  // where they pass through on-chip memory
+    unsigned thread;
 };
 
 __device__ __forceinline__ unsigned word_of(uint4 words, int n) { return n == 0 ? words.x : n == 1 ? words.y : n == 2 ? words.z : words.w; }
@@ -299,8 +302,8 @@ __device__ __forceinline__ void score_gradients(
     const Take& take)
 {
     constexpr int ROWS = 8 * COUNT;
-    const unsigned d = tile.passing_d + lane_columns<COLUMNS_D>() + first * (COLUMNS_D * 2);
-    const unsigned dv = tile.passing_v + lane_columns<COLUMNS_V>() + first * (COLUMNS_V * 2);
+    const unsigned d = tile.passing_d + lane_columns<COLUMNS_D>(tile.thread) + first * (COLUMNS_D * 2);
+    const unsigned dv = tile.passing_v + lane_columns<COLUMNS_V>(tile.thread) + first * (COLUMNS_V * 2);
     const int x = tile.m * BR + first + 2 * lane_t();
     auto passing = [&](int n, int e) { return tile.passing + x + 8 * n + e % 2; };
     auto own = [&](int m, int e) { return tile.own + 16 * m + e / 2 * 8; };
@@ -419,16 +422,14 @@ __device__ constexpr int best_grid()
 constexpr int ACROSS = best_grid();
 constexpr int QUERY_M = ceil_div(QUERY_ROWS, WARPS / ACROSS), QUERY_N = ceil_div(QUERY_COLUMNS, ACROSS);  // of a warp
 
-__device__ __forceinline__ int query_row() { return threadIdx.x / WARP_SIZE / ACROSS * QUERY_M; }
-__device__ __forceinline__ int query_column() { return threadIdx.x / WARP_SIZE % ACROSS * QUERY_N; }
-
 // Add dQ = dS K to its sums, as far as there are rows: `left` from the first on.
 __device__ __forceinline__ void add_queries(float* sums, unsigned K_j, unsigned dS_i, int left)
 {
-    const int row = query_row(), column = query_column();
+    const unsigned thread = once_more(threadIdx.x);  // between steps that takes no registers
+    const int row = thread / WARP_SIZE / ACROSS * QUERY_M, column = thread / WARP_SIZE % ACROSS * QUERY_N;
     if (row >= QUERY_ROWS || 16 * row >= left || column >= QUERY_COLUMNS)
         return;
-    const unsigned dS = dS_i + lane_columns<COLUMNS_S>(), K = K_j + lane_rows<COLUMNS_D>();
+    const unsigned dS = dS_i + lane_columns<COLUMNS_S>(thread), K = K_j + lane_rows<COLUMNS_D>(thread);
     float X[QUERY_M][2 * QUERY_N][4];
     clear(X);
 #pragma unroll
@@ -448,7 +449,7 @@ __device__ __forceinline__ void add_queries(float* sums, unsigned K_j, unsigned 
                 multiply_both(X[m][2 * n], X[m][2 * n + 1], A[m], B);
         }
     }
-    float* const own = sums + (row * ROW_PIECES + 2 * column) * PIECE + (VECTOR_ADDS ? 4 : 1) * (threadIdx.x % WARP_SIZE);
+    float* const own = sums + (row * ROW_PIECES + 2 * column) * PIECE + (VECTOR_ADDS ? 4 : 1) * (thread % WARP_SIZE);
     __syncwarp();  // else the compiler does the products of some rows only where there are such, with no other work to wait in
 #pragma unroll
     for (int m = 0; m < QUERY_M; m++)
@@ -563,8 +564,8 @@ __device__ __forceinline__ void add_rows(
     float (&dK)[SIXTEENS][2 * Part<D>::COUNT][4], float (&dV)[SIXTEENS][2 * Part<DV>::COUNT][4])
 {
     const PassingRows of_lse = {lse + first + 2 * lane_t()}, of_delta = {of_lse.first + BR};
-    const unsigned Q = tile.passing_d + lane_rows<COLUMNS_D>() + first * (COLUMNS_D * 2);
-    const unsigned dO = tile.passing_v + lane_rows<COLUMNS_V>() + first * (COLUMNS_V * 2);
+    const unsigned Q = tile.passing_d + lane_rows<COLUMNS_D>(tile.thread) + first * (COLUMNS_D * 2);
+    const unsigned dO = tile.passing_v + lane_rows<COLUMNS_V>(tile.thread) + first * (COLUMNS_V * 2);
     using Numbers = const float (&)[SIXTEENS][ROWS / 8][4];
     score_gradients<true, LOOK, ROWS / 8>(call, at, tile, seen_from, first, of_lse, of_delta, [&](int s, Numbers P, Numbers dS) {
         unsigned factor_P[SIXTEENS][4], factor_dS[SIXTEENS][4];
@@ -666,10 +667,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) fa2_backward_keys(
     };
     auto kind_of = [&](const Rows& r, const Walk& to) { return HAS_MASK ? to.kind : to.m >= r.whole && to.m < r.whole_end ? FULL : PARTIAL; };
     auto load_rows = [&](const Rows& r, unsigned tile, const Walk& to) {
-        const unsigned head = to.h - r.h_first, row = to.m * BR + copied_row();
+        const unsigned thread = once_more(threadIdx.x), head = to.h - r.h_first, row = to.m * BR + copied_row(thread);
         const long long q_row = r.q_row, dout_row = r.dout_row;
-        const elem* q = r.q + (head * call.q.head + row * q_row + CHUNK_HALVES * copied_chunk());
-        const elem* dout = r.dout + (head * call.dout.head + row * dout_row + CHUNK_HALVES * copied_chunk());
+        const elem* q = r.q + (head * call.q.head + row * q_row + CHUNK_HALVES * copied_chunk(thread));
+        const elem* dout = r.dout + (head * call.dout.head + row * dout_row + CHUNK_HALVES * copied_chunk(thread));
         auto next_of = [](const elem*& rows, long long further) {
             const elem* const now = rows;
             rows += further;
@@ -679,7 +680,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) fa2_backward_keys(
             load_halves<BR, D, true>(tile, [&](int, bool&) { return next_of(q, ROWS_AT_ONCE * q_row); });
             load_halves<BR, DV, true>(tile + PASSING_V, [&](int, bool&) { return next_of(dout, ROWS_AT_ONCE * dout_row); });
         } else {
-            const int left = r.count - to.m * BR - copied_row();
+            const int left = r.count - (int)row;
             load_halves<BR, D, false>(tile, [&](int n, bool& exists) { return (exists = n < left) ? q + n * q_row : r.q; });
             load_halves<BR, DV, false>(tile + PASSING_V, [&](int n, bool& exists) { return (exists = n < left) ? dout + n * dout_row : r.dout; });
         }
@@ -724,9 +725,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) fa2_backward_keys(
         finish_statistics(first_rows, step, 0);
     }
     auto add_dQ = [&](const Rows& r, unsigned tiles, unsigned dS_i, int m, int h) {
-        const unsigned each = (unsigned)(h - r.h_first);
-        add_queries(call.sums + r.sums + each * pieces_of_head(call) * PIECE + (unsigned)(m * (BR / 16)) * (long long)(ROW_PIECES * PIECE), tiles, dS_i,
-            r.count - m * BR);
+        const unsigned head = h - r.h_first, sixteens = m * (BR / 16);
+        const long long pieces = head * pieces_of_head(call) + (long long)sixteens * ROW_PIECES;
+        add_queries(call.sums + (r.sums + pieces * PIECE), tiles, dS_i, r.count - m * BR);
     };
     Walk before = step;  // where steps skip blocks; else it is found anew, and takes no registers
     bool begun = false;
@@ -766,11 +767,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) fa2_backward_keys(
             return Seen{r.low + first_key - x, r.high + first_key - x, r.count - x, r.keys - first_key};
         };
         auto tile = [&]() -> Tile {  // made when it is needed: until then it takes no registers
-            const unsigned now = once_more(tiles), Q_i = now + PASSING + stage * STAGE;
-            const unsigned own_K = now + OWN * own_warp() * (COLUMNS_D * 2) + lane_rows<COLUMNS_D>();
-            const unsigned own_V = now + OWN_V + OWN * own_warp() * (COLUMNS_V * 2) + lane_rows<COLUMNS_V>();
+            const unsigned now = once_more(tiles), thread = once_more(threadIdx.x), Q_i = now + PASSING + stage * STAGE;
+            const unsigned own_rows = OWN * (thread / WARP_SIZE / SHARING);
+            const unsigned own_K = now + own_rows * (COLUMNS_D * 2) + lane_rows<COLUMNS_D>(thread);
+            const unsigned own_V = now + OWN_V + own_rows * (COLUMNS_V * 2) + lane_rows<COLUMNS_V>(thread);
             return {kind_of(r, step), step.m, j0 + OWN * own_warp() + lane_g(), i_low, own_K, own_V, Q_i, Q_i + PASSING_V, r.scale,
-                now + FACTORS_AT, now + DS_AT + (LATE ? stage * FACTOR : 0)};
+                now + FACTORS_AT, now + DS_AT + (LATE ? stage * FACTOR : 0), thread};
         };
         const float* const lse = statistics + stage * (2 * BR);
         const int first = part_of_warp() * WARP_PART;
@@ -833,7 +835,7 @@ __device__ __forceinline__ void add_keys(
     const Call& call, const Head& at, const Tile& tile, const SeenFrom& seen_from, const OwnRows& lse, const OwnRows& delta,
     int first, float (&dQ)[SIXTEENS][2 * Part<D>::COUNT][4])
 {
-    const unsigned K = tile.passing_d + lane_rows<COLUMNS_D>() + first * (COLUMNS_D * 2);
+    const unsigned K = tile.passing_d + lane_rows<COLUMNS_D>(tile.thread) + first * (COLUMNS_D * 2);
     using Numbers = const float (&)[SIXTEENS][KEYS / 8][4];
     score_gradients<false, LOOK, KEYS / 8>(call, at, tile, seen_from, first, lse, delta, [&](int s, Numbers, Numbers dS) {
         unsigned factor[SIXTEENS][4];
@@ -941,7 +943,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) fa2_backward_queri
         // S = Q K^T, dP = dO V^T; P = exp(S - lse), dS = P (dP - delta)
         // dQ += dS K
         auto seen_from = [&](int x) { return Seen{seen.first - x, seen.end - x, seen.count - x, seen.own}; };
-        const Tile tile = {step.kind, step.m, i0 + y, j_low, own_Q, own_dO, K_j, V_j, scale, 0, base + DS_AT};
+        const Tile tile = {step.kind, step.m, i0 + y, j_low, own_Q, own_dO, K_j, V_j, scale, 0, base + DS_AT, threadIdx.x};
         const int first = part_of_warp() * WARP_PART;
         const bool at_once = IN_SUMS && (!HAS_MASK || tile.kind == FULL);
         if constexpr (IN_SUMS)
