@@ -623,7 +623,7 @@ BROKEN_HALVES = {
     "rows come before they have landed": (
         "            await_groups<0>();\n            finish_statistics(r,", "            finish_statistics(r,"),
     "the band is one row wide of the mark": ("- call.band_upper - i_low,", "- call.band_upper - i_low - 1,"),
-    "pieces of two heads are one": ("each * pieces_of_head(call)", "0 * pieces_of_head(call)"),
+    "pieces of two heads are one": ("head * pieces_of_head(call)", "0 * pieces_of_head(call)"),
     "two columns of dQ are exchanged": ("X[2 * t] = half ? x[t].z : x[t].x", "X[2 * t] = half ? x[t].w : x[t].y"),
     "two warps sum the same columns": ("part_of_warp() * Part<N>::COLUMNS, n)", "0, n)"),
     "a pair's sums are not added": ("X[0][n][0] += __uint_as_float(words.x);", ""),

@@ -58,16 +58,23 @@ constexpr unsigned TILE_ALIGNMENT = 1024;
 constexpr bool IN_SUMS = PLAIN && !DROPOUT;
 constexpr bool POWERS = IN_SUMS && SCALE_LATER;
 
-// A warp's part of Br in S and dP, and how many of those rows are there at once where options make their code long.
-constexpr int WARP_PART = BR / SHARING, MANY = 64 / SIXTEENS, MOST = WARP_PART < MANY ? WARP_PART : MANY, AT_ONCE = 16;
-
 // A warp's part of the columns of dK, dV or fa2_backward_queries' dQ: pieces of sixteen.
 template <int N> struct Part {
     static constexpr int COUNT = ceil_div(depth_columns(N) / 16, COLUMN_PARTS), COLUMNS = COLUMN_PARTS == 1 ? 0 : 16 * COUNT;
 };
 
+__device__ constexpr int least_of(int x, int y) { return x < y ? x : y; }
+
+// A warp's part of Br in S and dP, and how many of those rows are there at once: fewer where what they see has to be found out, if that leaves
+// fewer registers or makes much of code. Tiles of which all is seen have code of their own, in which nothing waits for that.
+constexpr int NOTHING = 0, BY_BAND = 1, BY_LOOKING = 2, HIDING = HAS_MASK || !IN_SUMS ? BY_LOOKING : BY_BAND;  // how it is found out
+constexpr bool WIDE_SUMS = SIXTEENS * (Part<D>::COUNT + Part<DV>::COUNT) > 8 && (D > 64 || DV > 64);
+constexpr int WARP_PART = BR / SHARING, MOST = least_of(WARP_PART, 64 / SIXTEENS);
+constexpr int PARTLY = least_of(MOST, HIDING == BY_LOOKING ? 16 : WIDE_SUMS ? 32 / SIXTEENS : 64);
+constexpr int UNROLLED = 2;
+
 constexpr bool PASSES_DS = BY_COLUMNS || !DETERMINISTIC;  // through on-chip memory
-constexpr bool PUT_FIRST = SIXTEENS == 1;  // there, before the product whose factor it is; else while that begins, if registers are enough
+constexpr bool PUT_FIRST = SIXTEENS == 1 || BY_COLUMNS;  // there, before the product whose factor it is; else while that begins, if registers are enough
 
 __device__ __forceinline__ int own_warp() { return threadIdx.x / WARP_SIZE / SHARING; }
 __device__ __forceinline__ int part_of_warp() { return SHARING == 1 ? 0 : threadIdx.x / WARP_SIZE % SHARING; }
@@ -296,7 +303,7 @@ template <int COUNT> __device__ __forceinline__ unsigned kept_of_keys(const Call
 }
 
 // P and dS for COUNT pieces of eight passing rows, from row `first` of the block on; take(s, P, dS) is called as soon as those of sixteen are there.
-template <bool OWN_KEYS, bool LOOK, int COUNT, class Rows, class SeenFrom, class Take>
+template <bool OWN_KEYS, int HIDDEN, int COUNT, class Rows, class SeenFrom, class Take>
 __device__ __forceinline__ void score_gradients(
     const Call& call, const Head& at, const Tile& tile, const SeenFrom& seen_from, int first, const Rows& lse, const Rows& delta,
     const Take& take)
@@ -311,7 +318,7 @@ __device__ __forceinline__ void score_gradients(
     row_products<D, ROWS>(P, tile.own_d, d);
     if constexpr (IN_SUMS) {
         Looked looked = {};
-        if constexpr (LOOK) {
+        if constexpr (HIDDEN == BY_LOOKING) {
             static_assert(4 * COUNT <= 32, "a bit for each");
 #pragma unroll
             for (int m = 0; m < SIXTEENS; m++)
@@ -324,12 +331,10 @@ __device__ __forceinline__ void score_gradients(
         }
         subtract_lse(P, tile.scale, lse);
         row_products<DV, ROWS>(dS, tile.own_v, dv);
-        if (tile.kind != FULL) {  // what is hidden is found where it is needed: until then it takes no registers
-            if constexpr (LOOK)
-                hide(P, dS, looked);
-            else
-                hide(P, dS, seen_from(tile.m * BR + first + 2 * lane_t()));
-        }
+        if constexpr (HIDDEN == BY_LOOKING)
+            hide(P, dS, looked);
+        else if constexpr (HIDDEN == BY_BAND)
+            hide(P, dS, seen_from(tile.m * BR + first + 2 * lane_t()));
 #pragma unroll
         for (int s = 0; s < COUNT / 2; s++) {
             probabilities(P, s);
@@ -558,7 +563,7 @@ __device__ __forceinline__ KeyBlock key_block(const Call& call, unsigned block)
 
 // dV += P^T dO and dK += dS^T Q for ROWS rows of Q, from row `first` of the block on. dS^T goes to its tile for dQ, and P^T too where two warps
 // have parts of the columns of the sums.
-template <int ROWS, bool LOOK, class SeenFrom>
+template <int ROWS, int HIDDEN, class SeenFrom>
 __device__ __forceinline__ void add_rows(
     const Call& call, const Head& at, const Tile& tile, const SeenFrom& seen_from, const float* lse, int first,
     float (&dK)[SIXTEENS][2 * Part<D>::COUNT][4], float (&dV)[SIXTEENS][2 * Part<DV>::COUNT][4])
@@ -567,7 +572,7 @@ __device__ __forceinline__ void add_rows(
     const unsigned Q = tile.passing_d + lane_rows<COLUMNS_D>(tile.thread) + first * (COLUMNS_D * 2);
     const unsigned dO = tile.passing_v + lane_rows<COLUMNS_V>(tile.thread) + first * (COLUMNS_V * 2);
     using Numbers = const float (&)[SIXTEENS][ROWS / 8][4];
-    score_gradients<true, LOOK, ROWS / 8>(call, at, tile, seen_from, first, of_lse, of_delta, [&](int s, Numbers P, Numbers dS) {
+    score_gradients<true, HIDDEN, ROWS / 8>(call, at, tile, seen_from, first, of_lse, of_delta, [&](int s, Numbers P, Numbers dS) {
         unsigned factor_P[SIXTEENS][4], factor_dS[SIXTEENS][4];
         operand_of(factor_P, P, s);
         operand_of(factor_dS, dS, s);
@@ -737,10 +742,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) fa2_backward_keys(
         const int next_stage = STAGES == 2 ? stage ^ 1 : 0;
         __syncthreads();  // Q_i and dO_i are there; no thread reads those of the step before, and its dS
         const Rows& r = *kept_rows;
-        const Walk next = step_from(r, step.m + 1, step.h);
-        const bool has_next = more && next.h < r.h_end;
+        const Walk found = HAS_MASK ? step_from(r, step.m + 1, step.h) : step;
+        auto next_step = [&]() -> Walk {  // found anew each time where that is easy: between, it takes no registers
+            if constexpr (HAS_MASK)
+                return found;
+            return step_from(r, (int)once_more(step.m) + 1, step.h);
+        };
         auto load_next = [&] {
-            if (has_next) {
+            const Walk next = next_step();
+            if (more && next.h < r.h_end) {
                 load_rows(r, tiles + PASSING + next_stage * STAGE, next);
                 load_statistics(r, next, next_stage);
                 commit_group();
@@ -776,17 +786,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) fa2_backward_keys(
         };
         const float* const lse = statistics + stage * (2 * BR);
         const int first = part_of_warp() * WARP_PART;
-        const bool at_once = IN_SUMS && (!HAS_MASK || step.kind == FULL);
-        if constexpr (IN_SUMS)
-            if (at_once)
+        if (IN_SUMS && kind_of(r, step) == FULL) {
+#pragma unroll UNROLLED
+            for (int n = 0; n < WARP_PART; n += MOST)
+                add_rows<MOST, NOTHING>(call, at, tile(), seen_from, lse, first + n, dK, dV);
+        } else {
 #pragma unroll 1
-                for (int n = 0; n < WARP_PART; n += MOST)
-                    add_rows<MOST, false>(call, at, tile(), seen_from, lse, first + n, dK, dV);
-        if constexpr (HAS_MASK || !IN_SUMS)
-            if (!at_once)
-#pragma unroll 1
-                for (int n = 0; n < WARP_PART; n += AT_ONCE)
-                    add_rows<AT_ONCE, true>(call, at, tile(), seen_from, lse, first + n, dK, dV);
+            for (int n = 0; n < WARP_PART; n += PARTLY)
+                add_rows<PARTLY, HIDING>(call, at, tile(), seen_from, lse, first + n, dK, dV);
+        }
         if constexpr (BY_COLUMNS) {
             if constexpr (LATE || DETERMINISTIC)
                 sync_pair();  // P and dS of the other warp are there
@@ -805,12 +813,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) fa2_backward_keys(
         if constexpr (!DETERMINISTIC && !LATE) {
             add_dQ(r, tiles, tiles + DS_AT, step.m, step.h);
         }
-        if constexpr (HAS_MASK) {
+        if constexpr (HAS_MASK)
             before = step;
-            step = next;
-        } else {
-            step = step_from(r, (int)once_more(step.m) + 1, (int)once_more(step.h));  // `next`, which took no registers meanwhile
-        }
+        step = next_step();
         more = step.h < r.h_end;
         if (more) {
             await_groups<0>();
@@ -830,14 +835,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) fa2_backward_keys(
 
 #if DETERMINISTIC
 // dQ += dS K for KEYS keys, from key `first` of the block on; dS goes to its tile where two warps have parts of the columns of the sums.
-template <int KEYS, bool LOOK, class SeenFrom>
+template <int KEYS, int HIDDEN, class SeenFrom>
 __device__ __forceinline__ void add_keys(
     const Call& call, const Head& at, const Tile& tile, const SeenFrom& seen_from, const OwnRows& lse, const OwnRows& delta,
     int first, float (&dQ)[SIXTEENS][2 * Part<D>::COUNT][4])
 {
     const unsigned K = tile.passing_d + lane_rows<COLUMNS_D>(tile.thread) + first * (COLUMNS_D * 2);
     using Numbers = const float (&)[SIXTEENS][KEYS / 8][4];
-    score_gradients<false, LOOK, KEYS / 8>(call, at, tile, seen_from, first, lse, delta, [&](int s, Numbers, Numbers dS) {
+    score_gradients<false, HIDDEN, KEYS / 8>(call, at, tile, seen_from, first, lse, delta, [&](int s, Numbers, Numbers dS) {
         unsigned factor[SIXTEENS][4];
         operand_of(factor, dS, s);
         add_product<D>(dQ, factor, K, s);
@@ -945,17 +950,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) fa2_backward_queri
         auto seen_from = [&](int x) { return Seen{seen.first - x, seen.end - x, seen.count - x, seen.own}; };
         const Tile tile = {step.kind, step.m, i0 + y, j_low, own_Q, own_dO, K_j, V_j, scale, 0, base + DS_AT, threadIdx.x};
         const int first = part_of_warp() * WARP_PART;
-        const bool at_once = IN_SUMS && (!HAS_MASK || tile.kind == FULL);
-        if constexpr (IN_SUMS)
-            if (at_once)
+        if (IN_SUMS && tile.kind == FULL) {
 #pragma unroll 1
-                for (int n = 0; n < WARP_PART; n += MOST)
-                    add_keys<MOST, false>(call, at, tile, seen_from, lse, delta, first + n, dQ);
-        if constexpr (HAS_MASK || !IN_SUMS)
-            if (!at_once)
+            for (int n = 0; n < WARP_PART; n += MOST)
+                add_keys<MOST, NOTHING>(call, at, tile, seen_from, lse, delta, first + n, dQ);
+        } else {
 #pragma unroll 1
-                for (int n = 0; n < WARP_PART; n += AT_ONCE)
-                    add_keys<AT_ONCE, true>(call, at, tile, seen_from, lse, delta, first + n, dQ);
+            for (int n = 0; n < WARP_PART; n += PARTLY)
+                add_keys<PARTLY, HIDING>(call, at, tile, seen_from, lse, delta, first + n, dQ);
+        }
         if constexpr (BY_COLUMNS) {
             sync_pair();  // dS of the other warp is there
             add_others<D>(dQ, base + DS_AT, K_j);
