@@ -938,7 +938,7 @@ def _raw_backward(problem: Problem, chip: Chip) -> Tiles:
             Tile("dS", (2 if late else 1) * bc, mma_pitch(br), 2),
             Tile("lse", stages * br, 1, 4),
             Tile("delta", stages * br, 1, 4),
-            Tile("rows", 24, 1, 4),  # which of them see the keys, and where they are
+            Tile("rows", 28, 1, 4),  # which of them see the keys, and where they are
             *((Tile("P", bc, br, 4, REGISTERS),) if parts == 1 else ()),
             Tile("dQ", br, d, 4, REGISTERS),
             Tile("dK", bc, d, 4, REGISTERS),

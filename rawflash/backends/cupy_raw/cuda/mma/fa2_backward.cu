@@ -42,7 +42,7 @@ constexpr int FACTOR = BC * COLUMNS_S * 2, FACTORS = (BY_COLUMNS + S_STAGES) * F
 constexpr int STATISTICS = 2 * BR * (int)sizeof(float);                 // lse, delta of a step
 constexpr int STAGES = (TILE_BYTES - PASSING - FACTORS) / (STAGE + STATISTICS);
 constexpr int FACTORS_AT = PASSING + STAGES * STAGE, DS_AT = FACTORS_AT + BY_COLUMNS * FACTOR, STATISTICS_AT = FACTORS_AT + FACTORS;
-constexpr int ROWS_AT = STATISTICS_AT + STAGES * STATISTICS, ROWS_BYTES = 96;
+constexpr int ROWS_AT = STATISTICS_AT + STAGES * STATISTICS, ROWS_BYTES = 112;
 static_assert(ROWS_AT + ROWS_BYTES == TILE_BYTES && (STAGES == 1 || STAGES == 2), "the plan's tiles");
 static_assert(WARPS * OWN == BC * SHARING && (SHARING == 1 || SHARING == 2) && COLUMN_PARTS <= SHARING && BR % 32 == 0, "whole pieces");
 static_assert(THREADS >= 2 * BR, "a thread has one number of lse or delta");
@@ -65,8 +65,8 @@ template <int N> struct Part {
 
 __device__ constexpr int least_of(int x, int y) { return x < y ? x : y; }
 
-// A warp's part of Br in S and dP, and how many of those rows are there at once: fewer where what they see has to be found out, if that leaves
-// fewer registers or makes much of code. Tiles of which all is seen have code of their own, in which nothing waits for that.
+// A warp's part of Br in S and dP, and how many of those rows are there at once: fewer where it has to be found out what they see, if sums
+// leave few registers or options make the code long. Tiles of which all is seen have code of their own.
 constexpr int NOTHING = 0, BY_BAND = 1, BY_LOOKING = 2, HIDING = HAS_MASK || !IN_SUMS ? BY_LOOKING : BY_BAND;  // how it is found out
 constexpr bool WIDE_SUMS = SIXTEENS * (Part<D>::COUNT + Part<DV>::COUNT) > 8 && (D > 64 || DV > 64);
 constexpr int WARP_PART = BR / SHARING, MOST = least_of(WARP_PART, 64 / SIXTEENS);
@@ -74,7 +74,7 @@ constexpr int PARTLY = least_of(MOST, HIDING == BY_LOOKING ? 16 : WIDE_SUMS ? 32
 constexpr int UNROLLED = 2;
 
 constexpr bool PASSES_DS = BY_COLUMNS || !DETERMINISTIC;  // through on-chip memory
-constexpr bool PUT_FIRST = SIXTEENS == 1 || BY_COLUMNS;  // there, before the product whose factor it is; else while that begins, if registers are enough
+constexpr bool PUT_FIRST = SIXTEENS == 1 || BY_COLUMNS;     // before the product whose factor it is; else after, which takes more registers
 
 __device__ __forceinline__ int own_warp() { return threadIdx.x / WARP_SIZE / SHARING; }
 __device__ __forceinline__ int part_of_warp() { return SHARING == 1 ? 0 : threadIdx.x / WARP_SIZE % SHARING; }
@@ -533,12 +533,12 @@ __device__ __forceinline__ void store_own(
 
 // The rows that see a block of keys, counted from i_low on: `steps` blocks of Br of each head from h_first up to h_end, of which those from `whole`
 // to `whole_end` see all keys; the n-th key is seen from row low + n on, before high + n. q, dout, lse, delta: row i_low of head h_first of these
-// arrays, and for the first two how far rows are apart; sums: from call.sums to its pieces. Block-uniform numbers that every step asks for: they
-// lie in on-chip memory, as registers are scarce.
+// arrays, and for the first two how far rows are apart; sums: from call.sums to its pieces, sums_of_head: from there to those of the next head.
+// Block-uniform numbers that every step asks for: they lie in on-chip memory, as registers are scarce.
 struct Rows {
     const elem *q, *dout;
     const float *lse, *delta;
-    long long sums, q_row, dout_row;
+    long long sums, sums_of_head, q_row, dout_row;
     int h_first, h_end, steps, count, whole, whole_end, low, high, keys;
     float scale;
 };
@@ -587,6 +587,29 @@ __device__ __forceinline__ void add_rows(
     });
 }
 
+// Do the warp's keys see none of PARTLY rows from row `row` on, counted from i_low?
+__device__ __forceinline__ bool all_hidden(const Rows& r, int row)
+{
+    const int key = OWN * own_warp();
+    bool none = row >= r.count || key >= r.keys;
+    if constexpr (BAND)
+        none = none || row + PARTLY <= r.low + key || row >= r.high + key + OWN - 1;
+    return none;
+}
+
+// P and dS of such rows, as far as others read them.
+__device__ __forceinline__ void put_zeros(const Tile& tile, int first)
+{
+    const unsigned zeros[SIXTEENS][4] = {};
+#pragma unroll
+    for (int s = 0; s < PARTLY / 16; s++) {
+        if constexpr (BY_COLUMNS)
+            put_operand<PARTLY / 8>(tile.P, first, s, zeros);
+        if constexpr (PASSES_DS)
+            put_operand<PARTLY / 8>(tile.dS, first, s, zeros);
+    }
+}
+
 // X += A B for the rows of the other warp that shares own rows, which has put A into a tile.
 template <int N> __device__ __forceinline__ void add_others(float (&X)[SIXTEENS][2 * Part<N>::COUNT][4], unsigned factors, unsigned b)
 {
@@ -627,6 +650,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) fa2_backward_keys(
         r.dout_row = call.dout.row;
         r.sums = first_piece(call, s.slot, h_first, first_sixteen(s) + i_low / 16) * PIECE;
         r.scale = POWERS ? float(call.scale) * LOG2E : float(call.scale);
+        r.sums_of_head = pieces_of_head(call) * PIECE;
         r.h_first = h_first;
         r.h_end = h_first + group;
         r.steps = (int)((most(i_high - i_low, 0) + BR - 1) / BR);
@@ -731,8 +755,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) fa2_backward_keys(
     }
     auto add_dQ = [&](const Rows& r, unsigned tiles, unsigned dS_i, int m, int h) {
         const unsigned head = h - r.h_first, sixteens = m * (BR / 16);
-        const long long pieces = head * pieces_of_head(call) + (long long)sixteens * ROW_PIECES;
-        add_queries(call.sums + (r.sums + pieces * PIECE), tiles, dS_i, r.count - m * BR);
+        add_queries(
+            call.sums + (r.sums + head * r.sums_of_head + (long long)sixteens * (ROW_PIECES * PIECE)), tiles, dS_i, r.count - m * BR);
     };
     Walk before = step;  // where steps skip blocks; else it is found anew, and takes no registers
     bool begun = false;
@@ -792,8 +816,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) fa2_backward_keys(
                 add_rows<MOST, NOTHING>(call, at, tile(), seen_from, lse, first + n, dK, dV);
         } else {
 #pragma unroll 1
-            for (int n = 0; n < WARP_PART; n += PARTLY)
-                add_rows<PARTLY, HIDING>(call, at, tile(), seen_from, lse, first + n, dK, dV);
+            for (int n = 0; n < WARP_PART; n += PARTLY) {
+                const Tile now = tile();
+                if (HIDING == BY_BAND && all_hidden(r, step.m * BR + first + n))
+                    put_zeros(now, first + n);
+                else
+                    add_rows<PARTLY, HIDING>(call, at, now, seen_from, lse, first + n, dK, dV);
+            }
         }
         if constexpr (BY_COLUMNS) {
             if constexpr (LATE || DETERMINISTIC)
