@@ -71,6 +71,8 @@ RAW_BACKWARD = {
 }
 RAW_WIDEST = 256  # head dimension
 RAW_SUMS = 128  # columns of dK or dV of 16 keys that a warp has registers for; of more, another one has the second half
+RAW_LATE = 2  # blocks of Q and dO on chip, with which dS has two tiles too, and dQ of a step is added in the next one
+RAW_TALL = 128  # keys of a block whose warps have 32 each, and half of the rows
 RAW_FEW_KEYS = (64, 64, 2)  # where blocks of 128 keys would leave multiprocessors idle
 RAW_FEW_KEYS_COST = 1.15  # of a number of keys in blocks of 64, in those in blocks of 128
 RAW_FEW_BLOCKS = 4  # for each multiprocessor: with more, all of them are busy to the end
@@ -963,26 +965,36 @@ def _raw_backward(problem: Problem, chip: Chip) -> Tiles:
     widest = max(to_d, to_dv)
     sharing = -(-widest // RAW_SUMS)  # warps of the same 16 keys
 
-    def plan(br: int, bc: int, stages: int) -> Tiles:
-        factors = tuple(Tile(name, bc, mma_pitch(br), 2) for name in ("P", "dS")[2 - sharing :])
+    options = (problem.bias, problem.softcap, problem.mask)
+    worked = problem.alibi or problem.dropout or any(option is not None for option in options)
+
+    def plan(br: int, bc: int, stages: int, late: bool = True) -> Tiles:
+        late = late and stages == RAW_LATE and not problem.deterministic
+        tall = late and not worked and bc == RAW_TALL and widest <= RAW_SUMS
+        late = tall or late and 2 * widest <= RAW_SUMS
+        sixteens = 2 if tall else 1  # of keys of a warp
+        parts = max(sixteens * widest // RAW_SUMS, 1) if sharing == 1 else sharing  # of the columns of their dK and dV
         resident = (
             Tile("K", bc, to_d, 2),
             Tile("V", bc, to_dv, 2),
             Tile("Q", stages * br, to_d, 2),
             Tile("dO", stages * br, to_dv, 2),
-            *factors,
+            *((Tile("P", bc, mma_pitch(br), 2),) if parts > 1 else ()),
+            Tile("dS", (2 if late else 1) * bc, mma_pitch(br), 2),
             Tile("lse", stages * br, 1, 4),
             Tile("delta", stages * br, 1, 4),
-            Tile("rows", 16, 1, 4),  # which of them see the keys
-            *((Tile("P", bc, br, 4, REGISTERS),) if sharing == 1 else ()),
+            Tile("rows", 28, 1, 4),  # which of them see the keys, and where they are
+            *((Tile("P", bc, br, 4, REGISTERS),) if parts == 1 else ()),
             Tile("dQ", br, d, 4, REGISTERS),
             Tile("dK", bc, d, 4, REGISTERS),
             Tile("dV", bc, dv, 4, REGISTERS),
         )
-        threads = 2 * bc * sharing  # a warp for 16 keys
-        return Tiles(br, bc, resident, chip.name, limit, JI, family=MMA, threads=threads)
+        threads = 2 * bc * sharing  # a warp for 16 keys, or two for 32
+        constants = ("S_STAGES", 2 if late else 1), ("SIXTEENS", sixteens), ("COLUMN_PARTS", parts)
+        return Tiles(br, bc, resident, chip.name, limit, JI, family=MMA, threads=threads, constants=constants)
 
-    plans = [found for found in (plan(*shape) for shape in RAW_BACKWARD[widest]) if found.smem_bytes <= limit]
+    tried = (plan(*shape, late) for shape in RAW_BACKWARD[widest] for late in (True, False))
+    plans = [found for found in tried if found.smem_bytes <= limit]
     if not plans:
         return _flash(problem, replace(chip, family=SIMT), "backward", JI, None)
     fewer = plan(*RAW_FEW_KEYS)

@@ -69,7 +69,7 @@ constexpr size_t STACK = 512 << 10, MOST_SHARED = 256 << 10, WATCHED = 4096;
 __attribute__((aligned(1024))) unsigned char on_chip[MOST_SHARED + WATCHED];
 
 struct Copy { void* to; const void* from; int bytes; bool exists; };
-enum State { READY, AT_BARRIER, IN_WARP, ENDED, WAITING, POLLING };  // the last two: emulator_hopper.hpp
+enum State { READY, AT_BARRIER, IN_WARP, IN_PAIR, ENDED, WAITING, POLLING };  // the last two: emulator_hopper.hpp
 struct Fiber {
     ucontext_t context;  // to begin in; from then on it goes on where it left off, which takes no call of the system
     jmp_buf left;
@@ -81,7 +81,7 @@ struct Fiber {
 };
 static Fiber fibers[MOST_THREADS];
 static jmp_buf scheduler;
-static unsigned threads, current, at_barrier, in_warp[MOST_THREADS / LANES], voices;
+static unsigned threads, current, at_barrier, in_warp[MOST_THREADS / LANES], in_pair[MOST_THREADS / LANES / 2], voices;
 static bool diverged;
 static void (*body)(void*);
 static void* argument;
@@ -279,6 +279,21 @@ template <int PENDING> inline void await_groups()
     }
 }
 
+inline void sync_pair()
+{
+    const unsigned pair = current / (2 * LANES);
+    if (++in_pair[pair] < 2 * LANES) {
+        wait(IN_PAIR);
+        return;
+    }
+    in_pair[pair] = 0;
+    if (emulated::hooks.met)
+        emulated::hooks.met();
+    for (unsigned n = pair * 2 * LANES; n < (pair + 1) * 2 * LANES; n++)
+        if (fibers[n].state == IN_PAIR)
+            fibers[n].state = READY;
+}
+
 // Addresses of shared memory count from its start; an access that its width does not divide faults on hardware.
 inline void divides(unsigned address, unsigned bytes)
 {
@@ -443,6 +458,7 @@ static int run_blocks(unsigned blocks, unsigned count, size_t shared, bool backw
         memset(on_chip + shared, 0x5A, WATCHED);
         at_barrier = 0;
         memset(in_warp, 0, sizeof in_warp);
+        memset(in_pair, 0, sizeof in_pair);
         for (unsigned n = 0; n < count; n++) {
             fibers[n].state = READY, fibers[n].begun_to_run = false;
             fibers[n].begun.clear(), fibers[n].groups.clear();

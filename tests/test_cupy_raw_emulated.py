@@ -616,17 +616,23 @@ def test_gradients_of_halves_are_given_where_memory_was_nan(device, monkeypatch)
 
 
 BROKEN_HALVES = {
-    "lse is that of the step before": ("* (2 * BR) + threadIdx.x] =", "* 0 + threadIdx.x] ="),
-    "dS lies one key on": ("lane_g();\n#pragma", "(lane_g() ^ 1);\n#pragma"),
-    "P is not hidden": ("S[n][e] = -INFINITE;", ";"),
-    "two warps put P at one place": ("factor.put(on_chip + FACTORS_AT, first)", "factor.put(on_chip + FACTORS_AT, 0)"),
+    "lse is that of the step before": ("(statistics + stage * (2 * BR) +", "(statistics +"),
+    "dS lies one key on": ("own_warp() + lane_g(), 0)", "own_warp() + (lane_g() ^ 1), 0)"),
+    "P is not hidden": ("S[m][n][e] = -INFINITE;", ";"),
+    "two warps put P at one place": ("(tile.P, first, s, factor_P)", "(tile.P, 0, s, factor_P)"),
     "rows come before they have landed": (
-        "await_groups<0>();\n        __syncthreads();  // Q_i", "__syncthreads();  // Q_i"),
+        "            await_groups<0>();\n            finish_statistics(r,", "            finish_statistics(r,"),
     "the band is one row wide of the mark": ("- call.band_upper - i_low,", "- call.band_upper - i_low - 1,"),
-    "pieces of two heads are one": ("(slot * call.Hq + h) * each", "(slot * call.Hq) * each"),
+    "pieces of two heads are one": ("head * r.sums_of_head", "0 * r.sums_of_head"),
     "two columns of dQ are exchanged": ("X[2 * t] = half ? x[t].z : x[t].x", "X[2 * t] = half ? x[t].w : x[t].y"),
     "two warps sum the same columns": ("part_of_warp() * Part<N>::COLUMNS, n)", "0, n)"),
-    "delta is left out": ("(dP[n][2 * half] - d.x)", "(dP[n][2 * half])"),
+    "a pair's sums are not added": ("X[0][n][0] += __uint_as_float(words.x);", ""),
+    "a pair's sums are one": ("load_shared(place(warp ^ 1, n))", "load_shared(place(warp, n))"),
+    "dQ has dS of this step": ("tiles + DS_AT + (stage ^ 1) * FACTOR", "tiles + DS_AT + stage * FACTOR"),
+    "dQ has the place of this step": ("(first ? r.steps : step.m) - 1", "step.m"),
+    "dQ of the last step is left out": ("more || (LATE && begun)", "more"),
+    "a pair's rows are one's, twice": ("(1 - part_of_warp()) * WARP_PART", "part_of_warp() * WARP_PART"),
+    "delta is left out": ("(x[half % 2 * 2] - d.x)", "(x[half % 2 * 2])"),
     "a head of the group is left out": ("r.h_end = h_first + group;", "r.h_end = h_first + group - 1;"),
 }  # fmt: skip
 
@@ -634,13 +640,14 @@ BROKEN_HALVES = {
 @pytest.mark.parametrize("how", BROKEN_HALVES)
 def test_broken_gradients_of_halves_are_caught(how, device_by_name, monkeypatch):
     old, new = BROKEN_HALVES[how]
-    d = 136 if how.startswith("two warps") else 40
+    d = 136 if how.startswith("two warps") else 72 if how.endswith("twice") else 40
     case = make(B=1, Hq=2, Hkv=1, Tq=100, d=d, dtype="float16", causal=True)
     case.v[:, :, 80] = 30  # a dP that is large, where it is hidden too
     reference, whole = case.reference(), compile.source
     raw_plans(monkeypatch, 32, 32, 1)
     check_gradients(case, reference, monkeypatch)
-    raw_plans(monkeypatch, 64, 64, 2 if d == 40 else 1)
+    tall = how.startswith(("a pair", "dQ"))
+    raw_plans(monkeypatch, *((64, 128, 2) if tall else (64, 64, 2) if d == 40 else (64, 64, 1)))
     assert old in whole("mma/fa2_backward.cu", "")
     monkeypatch.setattr(compile, "source", lambda name, preamble: whole(name, preamble).replace(old, new))
     emulator.install(monkeypatch, backwards=True)
@@ -655,7 +662,7 @@ def test_broken_gradients_of_halves_are_caught(how, device_by_name, monkeypatch)
 )
 def test_drawn_gradients_of_halves(device_of_module, case):
     with pytest.MonkeyPatch.context() as monkeypatch:
-        raw_plans(monkeypatch, 32, 32, 1)
+        raw_plans(monkeypatch, *((64, 128, 2) if case.how["seed"] % 3 == 0 else (32, 32, 1)))
         check(case, case.reference(), small_on_device=case.how["seed"] % 2 == 1)
 
 

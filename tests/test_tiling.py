@@ -337,21 +337,23 @@ def raw_backward(name="sm_100", processors=None, **more):
     return plan_tiles(asked, replace(kernels_on("cupy_raw", chip(name)), processors=processors), "backward")
 
 
-@pytest.mark.parametrize("name, d, dv, shape, smem_bytes", [
-    ("sm_100", 64, 64, (128, 128, 256), 133184),
-    ("sm_80", 128, 128, (64, 128, 256), 148544),
-    ("sm_80", 192, 192, (64, 64, 256), 164928),
-    ("sm_100", 256, 256, (64, 64, 256), 214080),  # Q and dO of two steps
-    ("sm_80", 256, 1, (64, 64, 256), 140352),
-    ("sm_80", 256, 256, (64, 64, 256), 148032),
-    ("sm_89", 64, 7, (64, 128, 256), 83008),
-    ("sm_89", 128, 128, (64, 64, 128), 74304),
-    ("sm_120", 250, 250, (32, 32, 128), 74048),
-    ("sm_86", 130, 190, (32, 64, 256), 90432),
+@pytest.mark.parametrize("name, d, dv, shape, smem_bytes, layout", [
+    ("sm_100", 64, 64, (128, 128, 256), 166000, (2, 2, 1)),
+    ("sm_100", 128, 128, (64, 128, 256), 181360, (2, 2, 2)),
+    ("sm_80", 128, 128, (64, 128, 256), 148592, (1, 1, 1)),  # no room for a second dS
+    ("sm_80", 192, 192, (64, 64, 256), 164976, (1, 1, 2)),
+    ("sm_100", 256, 256, (64, 64, 256), 214128, (1, 1, 2)),  # Q and dO of two steps
+    ("sm_80", 256, 1, (64, 64, 256), 140400, (1, 1, 2)),
+    ("sm_80", 256, 256, (64, 64, 256), 148080, (1, 1, 2)),
+    ("sm_89", 64, 7, (64, 128, 256), 99440, (2, 2, 1)),
+    ("sm_89", 128, 128, (64, 64, 128), 74352, (1, 1, 1)),
+    ("sm_120", 250, 250, (32, 32, 128), 74096, (1, 1, 2)),
+    ("sm_86", 130, 190, (32, 64, 256), 90480, (1, 1, 2)),
 ])  # fmt: skip
-def test_gradients_of_halves_on_tensor_cores(name, d, dv, shape, smem_bytes):
+def test_gradients_of_halves_on_tensor_cores(name, d, dv, shape, smem_bytes, layout):
     tiles = raw_backward(name, d=d, dv=dv)
     assert (tiles.family, tiles.br, tiles.bc, tiles.threads) == ("mma", *shape)
+    assert tuple(dict(tiles.constants).values()) == layout  # blocks of dS, sixteens of keys of a warp, parts of columns
     assert tiles.smem_bytes == smem_bytes <= chip(name).on_chip_bytes
     assert "on tensor cores" in str(tiles)
     assert tiles.threads == 2 * tiles.bc * (2 if max(d, dv) > 128 else 1)
@@ -362,7 +364,12 @@ def test_gradients_of_halves_on_tensor_cores(name, d, dv, shape, smem_bytes):
     dict(scale=0.0), dict(scale=-1.0), dict(deterministic=True), dict(varlen=True), dict(causal=True, window=(3, 3)),
 ])  # fmt: skip
 def test_gradients_of_halves_take_every_option(options):
-    assert raw_backward(**options) == raw_backward()
+    """Warps have sixteen keys where scores are more than products and a band, and one dS where dQ is not added."""
+    tiles, plain = raw_backward(**options), raw_backward()
+    assert (tiles.family, tiles.br, tiles.bc, tiles.threads) == (plain.family, plain.br, plain.bc, plain.threads)
+    worked = options.keys() & {"bias", "alibi", "softcap", "dropout", "mask"}
+    layout = (1, 1, 1) if "deterministic" in options else (2, 1, 1) if worked else (2, 2, 1)
+    assert tuple(dict(tiles.constants).values()) == layout
 
 
 @pytest.mark.parametrize("options", [

@@ -1,12 +1,14 @@
 // FlashAttention-2, backward pass, in 16 bits on tensor cores (Dao 2024, algorithm 2; Chu, Liu and Lin 2026, algorithms 6 and 8).
 //
 // fa2_backward_keys: a block of threads owns Bc keys of one key head and runs over the Q blocks of all query heads that share it. A warp owns
-// sixteen keys and computes S^T = K Q^T and dP^T = V dO^T, so that P^T and dS^T lie in its registers as operands of dV += P^T dO and
-// dK += dS^T Q; dS alone passes through on-chip memory, for dQ_i += dS K, in which warps stand in another grid. Where dK and dV of sixteen keys
-// are more than the registers of a warp (d > 128), two warps share them: each has half of Br in S^T and dP^T and half of d in the sums, and P^T
-// passes through on-chip memory too.
-// On chip: K (Bc, d), V (Bc, dv), dS^T (Bc, Br), with two warps P^T (Bc, Br), and once or twice, for this step and the next, Q (Br, d),
-// dO (Br, dv), lse, delta (Br); in registers P (Br, Bc), dK (Bc, d), dV (Bc, dv), dQ (Br, d).
+// sixteen keys (SIXTEENS = 1) or 32 and computes S^T = K Q^T and dP^T = V dO^T, so that P^T and dS^T lie in its registers as operands of
+// dV += P^T dO and dK += dS^T Q; dS alone passes through on-chip memory, for dQ_i += dS K, in which warps stand in another grid.
+// Two warps may share keys (SHARING = 2), each with half of Br in S and dP. With COLUMN_PARTS = 1 each has sums over its half of Br, which are
+// added in the end; with 2 each has half of the columns of dK and dV, as registers are not enough for more, and P^T passes through on-chip
+// memory too. What products read from there is least where a warp has 32 keys.
+// dQ_i is added at the end of its step, behind a barrier; or, with two tiles for dS (S_STAGES = 2), behind that of the next step.
+// On chip: K (Bc, d), V (Bc, dv), once or twice dS^T (Bc, Br), with COLUMN_PARTS = 2 P^T (Bc, Br), and once or twice, for this step and the
+// next, Q (Br, d), dO (Br, dv), lse, delta (Br); in registers P (Br, Bc), dK (Bc, d), dV (Bc, dv), dQ (Br, d).
 //
 // dQ_i goes to device memory by atomic additions, unless DETERMINISTIC. Its sums lie there as the lanes of a warp hold them ("pieces" of
 // 16 x 8 numbers), so that an addition of 16 bytes a lane is one of 512 neighbouring bytes; fa2_backward_finish makes rows of them.
@@ -28,21 +30,25 @@
 #include "halves.cuh"
 
 constexpr int WARPS = THREADS / WARP_SIZE;
-constexpr int KEY_WARPS = BC / 16;  // of sixteen own rows each: keys, or rows of fa2_backward_queries
-constexpr int SHARING = WARPS / KEY_WARPS;  // warps that share sixteen own rows
+constexpr int OWN = 16 * SIXTEENS;  // own rows of a warp: keys, or rows of fa2_backward_queries
+constexpr int SHARING = WARPS * OWN / BC;  // warps that share them
+constexpr bool BY_COLUMNS = SHARING == 2 && COLUMN_PARTS == 2, BY_ROWS = SHARING == 2 && COLUMN_PARTS == 1;  // what each has of the sums
 constexpr int COLUMNS_D = line_columns(D), COLUMNS_V = line_columns(DV), COLUMNS_S = line_columns(BR);
 
 // Where the tiles begin, in bytes. OWN: K, V, or Q, dO of fa2_backward_queries; PASSING: Q, dO, or K, V, for one step or two.
 constexpr int OWN_V = BC * COLUMNS_D * 2, PASSING = OWN_V + BC * COLUMNS_V * 2;
 constexpr int PASSING_V = BR * COLUMNS_D * 2, STAGE = PASSING_V + BR * COLUMNS_V * 2;
-constexpr int FACTOR = BC * COLUMNS_S * 2, FACTORS = SHARING * FACTOR;  // dS^T, and before it P^T where it is there
+constexpr int FACTOR = BC * COLUMNS_S * 2, FACTORS = (BY_COLUMNS + S_STAGES) * FACTOR;  // dS^T, and before it P^T where it is there
 constexpr int STATISTICS = 2 * BR * (int)sizeof(float);                 // lse, delta of a step
 constexpr int STAGES = (TILE_BYTES - PASSING - FACTORS) / (STAGE + STATISTICS);
-constexpr int FACTORS_AT = PASSING + STAGES * STAGE, DS_AT = FACTORS_AT + FACTORS - FACTOR, STATISTICS_AT = FACTORS_AT + FACTORS;
-constexpr int ROWS_AT = STATISTICS_AT + STAGES * STATISTICS, ROWS_BYTES = 64;
+constexpr int FACTORS_AT = PASSING + STAGES * STAGE, DS_AT = FACTORS_AT + BY_COLUMNS * FACTOR, STATISTICS_AT = FACTORS_AT + FACTORS;
+constexpr int ROWS_AT = STATISTICS_AT + STAGES * STATISTICS, ROWS_BYTES = 112;
 static_assert(ROWS_AT + ROWS_BYTES == TILE_BYTES && (STAGES == 1 || STAGES == 2), "the plan's tiles");
-static_assert(WARPS == KEY_WARPS * SHARING && (SHARING == 1 || SHARING == 2) && BR % 32 == 0, "whole pieces");
+static_assert(WARPS * OWN == BC * SHARING && (SHARING == 1 || SHARING == 2) && COLUMN_PARTS <= SHARING && BR % 32 == 0, "whole pieces");
 static_assert(THREADS >= 2 * BR, "a thread has one number of lse or delta");
+
+constexpr bool LATE = S_STAGES == 2 && !DETERMINISTIC;  // dQ is added a step later, and one barrier a step is enough
+static_assert(S_STAGES == 1 || STAGES == 2, "they take turns as Q and dO do");
 
 constexpr int FAR = 1 << 30;  // beyond all rows and keys of a call that these kernels take
 constexpr unsigned TILE_ALIGNMENT = 1024;
@@ -52,15 +58,23 @@ constexpr unsigned TILE_ALIGNMENT = 1024;
 constexpr bool IN_SUMS = PLAIN && !DROPOUT;
 constexpr bool POWERS = IN_SUMS && SCALE_LATER;
 
-// A warp's part of Br in S and dP, and how many of those rows are there at once where options make their code long.
-constexpr int WARP_PART = BR / SHARING, MOST = WARP_PART < 64 ? WARP_PART : 64, AT_ONCE = 16;
-
 // A warp's part of the columns of dK, dV or fa2_backward_queries' dQ: pieces of sixteen.
 template <int N> struct Part {
-    static constexpr int COUNT = ceil_div(depth_columns(N) / 16, SHARING), COLUMNS = 16 * COUNT;
+    static constexpr int COUNT = ceil_div(depth_columns(N) / 16, COLUMN_PARTS), COLUMNS = COLUMN_PARTS == 1 ? 0 : 16 * COUNT;
 };
 
-constexpr bool MANY_SUMS = Part<D>::COUNT + Part<DV>::COUNT > 8;
+__device__ constexpr int least_of(int x, int y) { return x < y ? x : y; }
+
+// A warp's part of Br in S and dP, and how many of those rows are there at once: fewer where it has to be found out what they see, if sums
+// leave few registers or options make the code long. Tiles of which all is seen have code of their own.
+constexpr int NOTHING = 0, BY_BAND = 1, BY_LOOKING = 2, HIDING = HAS_MASK || !IN_SUMS ? BY_LOOKING : BY_BAND;  // how it is found out
+constexpr bool WIDE_SUMS = SIXTEENS * (Part<D>::COUNT + Part<DV>::COUNT) > 8 && (D > 64 || DV > 64);
+constexpr int WARP_PART = BR / SHARING, MOST = least_of(WARP_PART, 64 / SIXTEENS);
+constexpr int PARTLY = least_of(MOST, HIDING == BY_LOOKING ? 16 : WIDE_SUMS ? 32 / SIXTEENS : 64);
+constexpr int UNROLLED = 2;
+
+constexpr bool PASSES_DS = BY_COLUMNS || !DETERMINISTIC;  // through on-chip memory
+constexpr bool PUT_FIRST = SIXTEENS == 1 || BY_COLUMNS;     // before the product whose factor it is; else after, which takes more registers
 
 __device__ __forceinline__ int own_warp() { return threadIdx.x / WARP_SIZE / SHARING; }
 __device__ __forceinline__ int part_of_warp() { return SHARING == 1 ? 0 : threadIdx.x / WARP_SIZE % SHARING; }
@@ -76,92 +90,74 @@ template <int COUNT, int COLUMNS> __device__ __forceinline__ unsigned column_pie
 
 // ---- products of a warp ----------------------------------------------------------------------------------------------------------
 
-// X = A B^T over N columns: sixteen rows of A, ROWS of B from row y on.
-template <int N, int ROWS> __device__ __forceinline__ void row_products(float (&X)[ROWS / 8][4], unsigned a, unsigned b, int y)
+template <int M, int COUNT> __device__ __forceinline__ void clear(float (&X)[M][COUNT][4])
 {
 #pragma unroll
-    for (int n = 0; n < ROWS / 8; n++)
+    for (int m = 0; m < M; m++)
 #pragma unroll
-        for (int e = 0; e < 4; e++)
-            X[n][e] = 0;
+        for (int n = 0; n < COUNT; n++)
+#pragma unroll
+            for (int e = 0; e < 4; e++)
+                X[m][n][e] = 0;
+}
+
+// X = A B^T over N columns: the own rows of A, ROWS of B. `a`, `b`: where the first of them are.
+template <int N, int ROWS> __device__ __forceinline__ void row_products(float (&X)[SIXTEENS][ROWS / 8][4], unsigned a, unsigned b)
+{
+    clear(X);
 #pragma unroll
     for (int k = 0; k < depth_columns(N); k += 16) {
-        unsigned A[4];
-        read_piece<line_columns(N)>(A, a, 0, k);
+        unsigned A[SIXTEENS][4];
+#pragma unroll
+        for (int m = 0; m < SIXTEENS; m++)
+            read_piece<line_columns(N)>(A[m], a, 16 * m, k);
 #pragma unroll
         for (int n = 0; n < ROWS / 16; n++) {
             unsigned B[4];
-            read_piece<line_columns(N)>(B, b, y + 16 * n, k);
-            multiply_both(X[2 * n], X[2 * n + 1], A, B);
+            read_piece<line_columns(N)>(B, b, 16 * n, k);
+#pragma unroll
+            for (int m = 0; m < SIXTEENS; m++)
+                multiply_both(X[m][2 * n], X[m][2 * n + 1], A[m], B);
         }
     }
 }
 
-// X += A B: A as pieces of sixteen columns, B the DEPTH rows of a tile from row y on, the warp's part of its N columns.
-template <int N, int DEPTH, class A>
-__device__ __forceinline__ void add_product(float (&X)[2 * Part<N>::COUNT][4], const A& a, unsigned b, int y)
+// X += A B: A as pieces of its sixteen columns s, B the sixteen rows s of a tile, the warp's part of its N columns. `b`: where the first rows are.
+template <int N>
+__device__ __forceinline__ void add_product(
+    float (&X)[SIXTEENS][2 * Part<N>::COUNT][4], const unsigned (&A)[SIXTEENS][4], unsigned b, int s)
 {
     constexpr int COUNT = Part<N>::COUNT;
 #pragma unroll
-    for (int s = 0; s < DEPTH / 16; s++) {
-        unsigned factor[4];
-        a(factor, s);
+    for (int n = 0; n < COUNT; n++) {
+        unsigned B[4];
+        load_matrices_transposed(B, column_piece<COUNT, line_columns(N)>(b, 16 * s, part_of_warp() * Part<N>::COLUMNS, n));
 #pragma unroll
-        for (int n = 0; n < COUNT; n++) {
-            unsigned B[4];
-            load_matrices_transposed(B, column_piece<COUNT, line_columns(N)>(b, y + 16 * s, part_of_warp() * Part<N>::COLUMNS, n));
-            multiply_both(X[2 * n], X[2 * n + 1], factor, B);
-        }
+        for (int m = 0; m < SIXTEENS; m++)
+            multiply_both(X[m][2 * n], X[m][2 * n + 1], A[m], B);
     }
 }
 
-template <int COUNT> __device__ __forceinline__ void clear(float (&X)[COUNT][4])
+// The sixteen columns s of numbers as pieces of an operand.
+template <int COUNT> __device__ __forceinline__ void operand_of(unsigned (&A)[SIXTEENS][4], const float (&X)[SIXTEENS][COUNT][4], int s)
 {
 #pragma unroll
-    for (int n = 0; n < COUNT; n++)
+    for (int m = 0; m < SIXTEENS; m++)
 #pragma unroll
         for (int e = 0; e < 4; e++)
-            X[n][e] = 0;
+            A[m][e] = pair_of(X[m][2 * s + e / 2][e % 2 * 2], X[m][2 * s + e / 2][e % 2 * 2 + 1]);
 }
 
-// Sixteen rows of numbers as pieces of an operand.
-template <int COUNT> struct Operand {
-    unsigned piece[COUNT / 2][4];
-
-    __device__ __forceinline__ Operand(const float (&X)[COUNT][4])
-    {
+// They go to the warp's own rows of a tile; `x`, a multiple of 8 COUNT, is the column of the first.
+template <int COUNT> __device__ __forceinline__ void put_operand(unsigned tile, int x, int s, const unsigned (&A)[SIXTEENS][4])
+{
+    const unsigned at = (tile + chunk_at<COLUMNS_S>(OWN * own_warp() + lane_g(), 0) + 4 * lane_t()) ^ (2 * x);
 #pragma unroll
-        for (int n = 0; n < COUNT; n++)
+    for (int n = 0; n < 2; n++)
 #pragma unroll
-            for (int half = 0; half < 2; half++)
-                piece[n / 2][n % 2 * 2 + half] = pair_of(X[n][2 * half], X[n][2 * half + 1]);
-    }
-
-    __device__ __forceinline__ void operator()(unsigned (&words)[4], int s) const
-    {
-#pragma unroll
-        for (int e = 0; e < 4; e++)
-            words[e] = piece[s][e];
-    }
-
-    // Into the warp's own rows of a tile, from column x on.
-    __device__ __forceinline__ void put(unsigned tile, int x) const
-    {
-        const int y = 16 * own_warp() + lane_g();
-#pragma unroll
-        for (int n = 0; n < COUNT; n++)
-#pragma unroll
-            for (int half = 0; half < 2; half++)
-                store_shared(tile + chunk_at<COLUMNS_S>(y, x / 8 + n) + half * 8 * (COLUMNS_S * 2) + 4 * lane_t(), piece[n / 2][n % 2 * 2 + half]);
-    }
-};
-
-// The same from a tile; `at` is its address and lane_rows of the warp's own rows.
-struct PassedOperand {
-    unsigned at;
-
-    __device__ __forceinline__ void operator()(unsigned (&words)[4], int s) const { read_piece<COLUMNS_S>(words, at, 0, 16 * s); }
-};
+        for (int half = 0; half < 2 * SIXTEENS; half++)
+            store_shared((at ^ (2 * s + n) * 16) + half * 8 * (COLUMNS_S * 2), A[half / 2][n * 2 + half % 2]);
+}
 
 // ---- P and dS of a warp ------------------------------------------------------------------------------------------------------------
 
@@ -171,20 +167,20 @@ struct PassingRows {
     __device__ __forceinline__ float2 pair(int n, int) const { return *reinterpret_cast<const float2*>(first + 8 * n); }
 };
 struct OwnRows {
-    float x[2];
+    float x[2 * SIXTEENS];
     __device__ __forceinline__ float2 pair(int, int half) const { return make_float2(x[half], x[half]); }
 };
 
-// Which passing rows see, or are seen by, the lane's own rows (lane_g() and that plus 8): from `first` on, before `end`, both plus 8 for the
-// second of them; before `count`. `own`: of the own rows from the lane's first on so many exist. Passing rows are counted from the lane's first
-// of the tile.
+// Which passing rows see, or are seen by, the lane's own rows (lane_g() and that plus 8, ...): from `first` on, before `end`, both plus 8 for the
+// second of them, and so on; before `count`. `own`: of the own rows from the lane's first on so many exist. Passing rows are counted from the
+// lane's first of the tile.
 struct Seen {
     int first, end, count, own;
 
-    // Is there nothing at 8 n + e % 2 of half e / 2?
-    __device__ __forceinline__ bool hides(int n, int e) const
+    // Is there nothing at 8 n + e % 2 of half e / 2 of the mth sixteen own rows?
+    __device__ __forceinline__ bool hides(int m, int n, int e) const
     {
-        const int half = e / 2, at = 8 * n + e % 2;
+        const int half = 2 * m + e / 2, at = 8 * n + e % 2;
         int low = -FAR, high = count;
         if constexpr (BAND) {
             low = first + 8 * half;
@@ -197,67 +193,73 @@ struct Seen {
 
 // The same by a bit for each.
 struct Looked {
-    unsigned hidden;
-    __device__ __forceinline__ bool hides(int n, int e) const { return (hidden >> (4 * n + e) & 1) != 0; }
+    unsigned hidden[SIXTEENS];
+    __device__ __forceinline__ bool hides(int m, int n, int e) const { return (hidden[m] >> (4 * n + e) & 1) != 0; }
 };
 
 __device__ __forceinline__ int narrow_far(long long x) { return (int)clamp(x, -FAR, FAR); }
 
-// P = exp(S - lse), where it is not hidden.
-template <int COUNT, class Rows, class Hidden>
-__device__ __forceinline__ void probabilities(float (&S)[COUNT][4], float scale, const Rows& lse, bool partial, const Hidden& hidden)
+// S - lse, which P is the power of.
+template <int COUNT, class Rows> __device__ __forceinline__ void subtract_lse(float (&S)[SIXTEENS][COUNT][4], float scale, const Rows& lse)
 {
 #pragma unroll
     for (int n = 0; n < COUNT; n++)
 #pragma unroll
-        for (int half = 0; half < 2; half++) {
+        for (int half = 0; half < 2 * SIXTEENS; half++) {
             const float2 l = lse.pair(n, half);
-            S[n][2 * half] = multiply_add(S[n][2 * half], scale, -l.x);
-            S[n][2 * half + 1] = multiply_add(S[n][2 * half + 1], scale, -l.y);
-        }
-    if (partial) {
-        const auto of = hidden();
-#pragma unroll
-        for (int n = 0; n < COUNT; n++)
-#pragma unroll
-            for (int e = 0; e < 4; e++)
-                if (of.hides(n, e))
-                    S[n][e] = -INFINITE;
-    }
-#pragma unroll
-    for (int n = 0; n < COUNT; n++)
-#pragma unroll
-        for (int e = 0; e < 4; e++) {
-            const float above = least_or_nan(S[n][e], 0);  // P <= 1, whatever was rounded; NaN stays NaN
-            S[n][e] = POWERS ? exp2_approximately(above) : exponential(above);
+            float(&x)[4] = S[half / 2][n];
+            x[half % 2 * 2] = multiply_add(x[half % 2 * 2], scale, -l.x);
+            x[half % 2 * 2 + 1] = multiply_add(x[half % 2 * 2 + 1], scale, -l.y);
         }
 }
 
-// dP -> dS = P (dP - delta), where it is not hidden.
-template <int COUNT, class Rows, class Hidden>
-__device__ __forceinline__ void gradients_of_scores(
-    float (&dP)[COUNT][4], const float (&P)[COUNT][4], const Rows& delta, bool partial, const Hidden& hidden)
+template <int COUNT, class Hidden>
+__device__ __forceinline__ void hide(float (&S)[SIXTEENS][COUNT][4], float (&dP)[SIXTEENS][COUNT][4], const Hidden& of)
 {
-    if (partial) {  // dP of a hidden key may have overflown
-        const auto of = hidden();
+#pragma unroll
+    for (int m = 0; m < SIXTEENS; m++)
 #pragma unroll
         for (int n = 0; n < COUNT; n++)
 #pragma unroll
             for (int e = 0; e < 4; e++)
-                if (of.hides(n, e))
-                    dP[n][e] = 0;
-    }
+                if (of.hides(m, n, e)) {
+                    S[m][n][e] = -INFINITE;
+                    dP[m][n][e] = 0;  // it may have overflown
+                }
+}
+
+// P = exp(S - lse), for the sixteen passing rows s.
+template <int COUNT> __device__ __forceinline__ void probabilities(float (&S)[SIXTEENS][COUNT][4], int s)
+{
 #pragma unroll
-    for (int n = 0; n < COUNT; n++)
+    for (int n = 2 * s; n < 2 * s + 2; n++)
 #pragma unroll
-        for (int half = 0; half < 2; half++) {
+        for (int m = 0; m < SIXTEENS; m++)
+#pragma unroll
+            for (int e = 0; e < 4; e++) {
+                const float above = least_or_nan(S[m][n][e], 0);  // P <= 1, whatever was rounded; NaN stays NaN
+                S[m][n][e] = POWERS ? exp2_approximately(above) : exponential(above);
+            }
+}
+
+// dP -> dS = P (dP - delta), for the same.
+template <int COUNT, class Rows>
+__device__ __forceinline__ void gradients_of_scores(
+    float (&dP)[SIXTEENS][COUNT][4], const float (&P)[SIXTEENS][COUNT][4], const Rows& delta, int s)
+{
+#pragma unroll
+    for (int n = 2 * s; n < 2 * s + 2; n++)
+#pragma unroll
+        for (int half = 0; half < 2 * SIXTEENS; half++) {
             const float2 d = delta.pair(n, half);
-            dP[n][2 * half] = P[n][2 * half] * (dP[n][2 * half] - d.x);
-            dP[n][2 * half + 1] = P[n][2 * half + 1] * (dP[n][2 * half + 1] - d.y);
+            float(&x)[4] = dP[half / 2][n];
+            const float(&p)[4] = P[half / 2][n];
+            x[half % 2 * 2] = p[half % 2 * 2] * (x[half % 2 * 2] - d.x);
+            x[half % 2 * 2 + 1] = p[half % 2 * 2 + 1] * (x[half % 2 * 2 + 1] - d.y);
         }
 }
 
-// lse as probabilities() takes it. A row that does not exist or sees no key has P = 0 by an lse of inf.
+// lse as subtract_lse() takes it. A row that does not exist or sees no key has P = 0 by an lse of inf.
 __device__ __forceinline__ float shift_of(float lse)
 {
     if (lse == -INFINITE)
@@ -271,6 +273,8 @@ struct Tile {
     long long own, passing;  // the lane's first own row, and the first of all passing rows
     unsigned own_d, own_v, passing_d, passing_v;  // where the warp's own rows of K and V (Q and dO) are, and the passing ones of the others
     float scale;
+    unsigned P, dS;  // where they pass through on-chip memory
+    unsigned thread;
 };
 
 __device__ __forceinline__ unsigned word_of(uint4 words, int n) { return n == 0 ? words.x : n == 1 ? words.y : n == 2 ? words.z : words.w; }
@@ -298,66 +302,72 @@ template <int COUNT> __device__ __forceinline__ unsigned kept_of_keys(const Call
     return keeps;
 }
 
-// dS for COUNT pieces of eight passing rows, from row `first` of the block on; take(P) is called as soon as P is there.
-// seen_from(x): what the lane sees from passing row x on.
-template <bool OWN_KEYS, bool LOOK, int COUNT, class Rows, class SeenFrom, class Take>
+// P and dS for COUNT pieces of eight passing rows, from row `first` of the block on; take(s, P, dS) is called as soon as those of sixteen are there.
+template <bool OWN_KEYS, int HIDDEN, int COUNT, class Rows, class SeenFrom, class Take>
 __device__ __forceinline__ void score_gradients(
     const Call& call, const Head& at, const Tile& tile, const SeenFrom& seen_from, int first, const Rows& lse, const Rows& delta,
-    float (&dS)[COUNT][4], const Take& take)
+    const Take& take)
 {
     constexpr int ROWS = 8 * COUNT;
-    const unsigned d = tile.passing_d + lane_columns<COLUMNS_D>(), dv = tile.passing_v + lane_columns<COLUMNS_V>();
+    const unsigned d = tile.passing_d + lane_columns<COLUMNS_D>(tile.thread) + first * (COLUMNS_D * 2);
+    const unsigned dv = tile.passing_v + lane_columns<COLUMNS_V>(tile.thread) + first * (COLUMNS_V * 2);
     const int x = tile.m * BR + first + 2 * lane_t();
     auto passing = [&](int n, int e) { return tile.passing + x + 8 * n + e % 2; };
-    auto own = [&](int e) { return tile.own + e / 2 * 8; };
-    float P[COUNT][4];
-    row_products<D, ROWS>(P, tile.own_d, d, first);
+    auto own = [&](int m, int e) { return tile.own + 16 * m + e / 2 * 8; };
+    float P[SIXTEENS][COUNT][4], dS[SIXTEENS][COUNT][4];
+    row_products<D, ROWS>(P, tile.own_d, d);
     if constexpr (IN_SUMS) {
-        unsigned looked = 0;
-        if constexpr (LOOK) {
+        Looked looked = {};
+        if constexpr (HIDDEN == BY_LOOKING) {
             static_assert(4 * COUNT <= 32, "a bit for each");
+#pragma unroll
+            for (int m = 0; m < SIXTEENS; m++)
+#pragma unroll
+                for (int n = 0; n < COUNT; n++)
+#pragma unroll
+                    for (int e = 0; e < 4; e++)
+                        if (!visible(call, at, OWN_KEYS ? passing(n, e) : own(m, e), OWN_KEYS ? own(m, e) : passing(n, e)))
+                            looked.hidden[m] |= 1u << (4 * n + e);
+        }
+        subtract_lse(P, tile.scale, lse);
+        row_products<DV, ROWS>(dS, tile.own_v, dv);
+        if constexpr (HIDDEN == BY_LOOKING)
+            hide(P, dS, looked);
+        else if constexpr (HIDDEN == BY_BAND)
+            hide(P, dS, seen_from(tile.m * BR + first + 2 * lane_t()));
+#pragma unroll
+        for (int s = 0; s < COUNT / 2; s++) {
+            probabilities(P, s);
+            gradients_of_scores(dS, P, delta, s);
+            take(s, P, dS);
+        }
+    } else {
+        row_products<DV, ROWS>(dS, tile.own_v, dv);
+#pragma unroll
+        for (int m = 0; m < SIXTEENS; m++) {
+            unsigned keeps = 0;
+            if constexpr (DROPOUT && OWN_KEYS)
+                keeps = kept_of_keys<COUNT>(call, at, own(m, 0), tile.passing + x);
 #pragma unroll
             for (int n = 0; n < COUNT; n++)
 #pragma unroll
-                for (int e = 0; e < 4; e++)
-                    if (!visible(call, at, OWN_KEYS ? passing(n, e) : own(e), OWN_KEYS ? own(e) : passing(n, e)))
-                        looked |= 1u << (4 * n + e);
+                for (int e = 0; e < 4; e++) {
+                    auto statistic = [&](const Rows& rows) {
+                        const float2 pair = rows.pair(n, 2 * m + e / 2);
+                        return e % 2 ? pair.y : pair.x;
+                    };
+                    float p, ds;
+                    const long long i = OWN_KEYS ? passing(n, e) : own(m, e), j = OWN_KEYS ? own(m, e) : passing(n, e);
+                    visible_gradient<true>(
+                        call, at, tile.kind, P[m][n][e], dS[m][n][e], [&] { return statistic(lse); }, [&] { return statistic(delta); },
+                        [&] { return OWN_KEYS ? (keeps >> (4 * n + e) & 1) != 0 : kept(call, at.s.b, at.h, i, j); }, i, j, p, ds);
+                    P[m][n][e] = p;
+                    dS[m][n][e] = ds;
+                }
         }
-        const bool partial = tile.kind != FULL;
-        auto hides = [&] {  // found where it is needed: until then it takes no registers
-            if constexpr (LOOK)
-                return Looked{looked};
-            else
-                return seen_from(tile.m * BR + first + 2 * lane_t());
-        };
-        probabilities(P, tile.scale, lse, partial, hides);
-        take(P);
-        if constexpr (MANY_SUMS)
-            __syncwarp();  // else the compiler begins the next product early, for which there are no registers
-        row_products<DV, ROWS>(dS, tile.own_v, dv, first);
-        gradients_of_scores(dS, P, delta, partial, hides);
-    } else {
-        row_products<DV, ROWS>(dS, tile.own_v, dv, first);
-        unsigned keeps = 0;
-        if constexpr (DROPOUT && OWN_KEYS)
-            keeps = kept_of_keys<COUNT>(call, at, tile.own, tile.passing + x);
 #pragma unroll
-        for (int n = 0; n < COUNT; n++)
-#pragma unroll
-            for (int e = 0; e < 4; e++) {
-                auto statistic = [&](const Rows& rows) {
-                    const float2 pair = rows.pair(n, e / 2);
-                    return e % 2 ? pair.y : pair.x;
-                };
-                float p, ds;
-                const long long i = OWN_KEYS ? passing(n, e) : own(e), j = OWN_KEYS ? own(e) : passing(n, e);
-                visible_gradient<true>(
-                    call, at, tile.kind, P[n][e], dS[n][e], [&] { return statistic(lse); }, [&] { return statistic(delta); },
-                    [&] { return OWN_KEYS ? (keeps >> (4 * n + e) & 1) != 0 : kept(call, at.s.b, at.h, i, j); }, i, j, p, ds);
-                P[n][e] = p;
-                dS[n][e] = ds;
-            }
-        take(P);
+        for (int s = 0; s < COUNT / 2; s++)
+            take(s, P, dS);
     }
 }
 
@@ -374,22 +384,26 @@ constexpr bool VECTOR_ADDS = false;  // lane n holds n, 32 + n, ...
 // The first of all sixteen rows of a sequence. Packed ones begin at a multiple of sixteen rows of their own.
 __device__ __forceinline__ long long first_sixteen(const Sequence& s) { return PACKED ? s.q_start / 16 + s.b : 0; }
 
-// The first piece of the n-th sixteen rows of a head.
-__device__ __forceinline__ float* pieces_of(const Call& call, long long slot, long long h, long long n)
+__device__ __forceinline__ long long pieces_of_head(const Call& call)
 {
-    const long long each = PACKED ? call.rows_q / 16 + call.B + 1 : (call.rows_q + 15) / 16;
-    return call.sums + ((slot * call.Hq + h) * each + n) * (ROW_PIECES * PIECE);
+    return (PACKED ? call.rows_q / 16 + call.B + 1 : (call.rows_q + 15) / 16) * ROW_PIECES;
 }
 
-__device__ __forceinline__ void add_piece(float* piece, const float (&x)[4])
+// The first piece of the n-th sixteen rows of a head.
+__device__ __forceinline__ long long first_piece(const Call& call, long long slot, long long h, long long n)
 {
-    const int lane = threadIdx.x % WARP_SIZE;
+    return (slot * call.Hq + h) * pieces_of_head(call) + n * ROW_PIECES;
+}
+
+// x, to where the lane's numbers of a piece are.
+__device__ __forceinline__ void add_piece(float* own, const float (&x)[4])
+{
 #if __CUDA_ARCH__ >= 900
-    atomicAdd(reinterpret_cast<float4*>(piece + 4 * lane), make_float4(x[0], x[1], x[2], x[3]));
+    atomicAdd(reinterpret_cast<float4*>(own), make_float4(x[0], x[1], x[2], x[3]));
 #else
 #pragma unroll
     for (int e = 0; e < 4; e++)
-        atomicAdd(piece + WARP_SIZE * e + lane, x[e]);
+        atomicAdd(own + WARP_SIZE * e, x[e]);
 #endif
 }
 
@@ -414,16 +428,15 @@ constexpr int ACROSS = best_grid();
 constexpr int QUERY_M = ceil_div(QUERY_ROWS, WARPS / ACROSS), QUERY_N = ceil_div(QUERY_COLUMNS, ACROSS);  // of a warp
 
 // Add dQ = dS K to its sums, as far as there are rows: `left` from the first on.
-__device__ __forceinline__ void add_queries(float* sums, unsigned on_chip, int left)
+__device__ __forceinline__ void add_queries(float* sums, unsigned K_j, unsigned dS_i, int left)
 {
-    const int row = threadIdx.x / WARP_SIZE / ACROSS * QUERY_M, column = threadIdx.x / WARP_SIZE % ACROSS * QUERY_N;
+    const unsigned thread = once_more(threadIdx.x);  // between steps that takes no registers
+    const int row = thread / WARP_SIZE / ACROSS * QUERY_M, column = thread / WARP_SIZE % ACROSS * QUERY_N;
     if (row >= QUERY_ROWS || 16 * row >= left || column >= QUERY_COLUMNS)
         return;
-    const unsigned dS = on_chip + DS_AT + lane_columns<COLUMNS_S>(), K = on_chip + lane_rows<COLUMNS_D>();
+    const unsigned dS = dS_i + lane_columns<COLUMNS_S>(thread), K = K_j + lane_rows<COLUMNS_D>(thread);
     float X[QUERY_M][2 * QUERY_N][4];
-#pragma unroll
-    for (int m = 0; m < QUERY_M; m++)
-        clear(X[m]);
+    clear(X);
 #pragma unroll
     for (int s = 0; s < BC / 16; s++) {
         unsigned A[QUERY_M][4];
@@ -441,13 +454,15 @@ __device__ __forceinline__ void add_queries(float* sums, unsigned on_chip, int l
                 multiply_both(X[m][2 * n], X[m][2 * n + 1], A[m], B);
         }
     }
+    float* const own = sums + (row * ROW_PIECES + 2 * column) * PIECE + (VECTOR_ADDS ? 4 : 1) * (thread % WARP_SIZE);
+    __syncwarp();  // else the compiler does the products of some rows only where there are such, with no other work to wait in
 #pragma unroll
     for (int m = 0; m < QUERY_M; m++)
         if (16 * (row + m) < left)
 #pragma unroll
             for (int n = 0; n < 2 * QUERY_N; n++)
                 if (2 * QUERY_COLUMNS % (2 * QUERY_N) == 0 && D % 16 == 0 || 2 * column + n < ROW_PIECES)
-                    add_piece(sums + ((row + m) * ROW_PIECES + 2 * column + n) * PIECE, X[m][n]);
+                    add_piece(own + (m * ROW_PIECES + n) * PIECE, X[m][n]);
 }
 
 // ---- kernels -------------------------------------------------------------------------------------------------------------------------
@@ -456,34 +471,79 @@ struct Walk {  // a step: the m-th block of passing rows, of the h-th head of th
     int m, h, kind;
 };
 
-// Write sixteen own rows of a gradient from a warp's part of their columns, or from the two parts of two warps. Through the tile at `own`, which
-// nobody reads any more. `full` of the rows get numbers, the others up to `exist` are padding.
-template <int N>
-__device__ __forceinline__ void store_own(
-    const float (&X)[1][2 * Part<N>::COUNT][4], float factor, unsigned own, elem* to, long long stride, int full, int exist)
+// Where warps have sums over parts of Br: each gives those of the other's sixteen own rows to it, and adds what it gets to its own. Through
+// shared memory that nobody reads any more; all threads of the block call it.
+template <int N> __device__ __forceinline__ void exchange(float (&X)[SIXTEENS][2 * Part<N>::COUNT][4], unsigned at)
 {
-    constexpr int ROW_BYTES = line_columns(N) * 2;
-    const int y = 16 * own_warp();
-    const float factors[2] = {factor, factor};
-    const bool empty[2] = {y + lane_g() >= full, y + lane_g() + 8 >= full};
-    put_rows<line_columns(N)>(X, factors, empty, own + y * ROW_BYTES, part_of_warp() * Part<N>::COLUMNS / CHUNK_HALVES);
-    if constexpr (SHARING == 1)
-        __syncwarp();
-    else
-        __syncthreads();  // all columns of the rows are there
-    const int first = y + part_of_warp() * (16 / SHARING);
-    write_rows<16 / SHARING, N>(own + first * ROW_BYTES, [&](int n) { return first + n < exist ? to + (first + n) * stride : nullptr; });
+    constexpr int COUNT = 2 * Part<N>::COUNT, BYTES = COUNT * WARP_SIZE * 16;
+    static_assert(!BY_ROWS || PASSING + WARPS * BYTES <= STATISTICS_AT, "they have room");
+    const unsigned warp = threadIdx.x / WARP_SIZE, lane = threadIdx.x % WARP_SIZE;
+    const bool second = part_of_warp() == 1;
+    auto place = [&](unsigned of, int n) { return at + of * BYTES + (n * WARP_SIZE + lane) * 16; };
+    __syncthreads();
+#pragma unroll
+    for (int n = 0; n < COUNT; n++) {
+        unsigned words[4];
+#pragma unroll
+        for (int e = 0; e < 4; e++) {
+            words[e] = __float_as_uint(second ? X[0][n][e] : X[SIXTEENS - 1][n][e]);
+            X[0][n][e] = second ? X[SIXTEENS - 1][n][e] : X[0][n][e];
+        }
+        store_shared(place(warp, n), words);
+    }
+    __syncthreads();
+#pragma unroll
+    for (int n = 0; n < COUNT; n++) {
+        const uint4 words = load_shared(place(warp ^ 1, n));
+        X[0][n][0] += __uint_as_float(words.x);
+        X[0][n][1] += __uint_as_float(words.y);
+        X[0][n][2] += __uint_as_float(words.z);
+        X[0][n][3] += __uint_as_float(words.w);
+    }
 }
 
-// The rows that see a block of keys, counted from i_low on, or i_first in the arrays: `steps` blocks of Br of each head up to h_end, of which
-// those from `whole` to `whole_end` see all keys; the n-th key is seen from row low + n on, before high + n. Block-uniform numbers that every
-// step asks for: they lie in on-chip memory, as registers are scarce.
+// Write the own rows of a gradient: from the parts of warps, of columns or, once exchanged, of rows. Through a tile that nobody reads any
+// more. `full` of the rows get numbers, the others up to `exist` are padding.
+template <int N>
+__device__ __forceinline__ void store_own(
+    float (&X)[SIXTEENS][2 * Part<N>::COUNT][4], float factor, unsigned base, int tile, elem* to, long long stride, int full, int exist)
+{
+    constexpr int ROW_BYTES = line_columns(N) * 2, M = BY_ROWS ? 1 : SIXTEENS;  // M sixteens of a warp, or of two
+    if constexpr (BY_ROWS)
+        exchange<N>(X, base + PASSING);
+    const int y = BY_ROWS ? 16 * (threadIdx.x / WARP_SIZE) : OWN * own_warp();
+    float factors[2 * M];
+    bool empty[2 * M];
+#pragma unroll
+    for (int half = 0; half < 2 * M; half++) {
+        factors[half] = factor;
+        empty[half] = y + lane_g() + 8 * half >= full;
+    }
+    put_rows<line_columns(N)>(
+        reinterpret_cast<const float(&)[M][2 * Part<N>::COUNT][4]>(X), factors, empty, base + tile + y * ROW_BYTES,
+        part_of_warp() * Part<N>::COLUMNS / CHUNK_HALVES);
+    if constexpr (BY_COLUMNS)
+        __syncthreads();  // all columns of the rows are there
+    else
+        __syncwarp();
+    constexpr int ROWS = 16 * M / (BY_COLUMNS ? 2 : 1);
+    const int first = y + (BY_COLUMNS ? part_of_warp() * ROWS : 0);
+    write_rows<ROWS, N>(base + tile + first * ROW_BYTES, [&](int n) { return first + n < exist ? to + (first + n) * stride : nullptr; });
+}
+
+// The rows that see a block of keys, counted from i_low on: `steps` blocks of Br of each head from h_first up to h_end, of which those from `whole`
+// to `whole_end` see all keys; the n-th key is seen from row low + n on, before high + n. q, dout, lse, delta: row i_low of head h_first of these
+// arrays, and for the first two how far rows are apart; sums: from call.sums to its pieces, sums_of_head: from there to those of the next head.
+// Block-uniform numbers that every step asks for: they lie in on-chip memory, as registers are scarce.
 struct Rows {
-    long long i_first, sixteens;
-    unsigned slot;
-    int h_end, steps, count, whole, whole_end, low, high, keys;
+    const elem *q, *dout;
+    const float *lse, *delta;
+    long long sums, sums_of_head, q_row, dout_row;
+    int h_first, h_end, steps, count, whole, whole_end, low, high, keys;
+    float scale;
 };
 static_assert(sizeof(Rows) <= ROWS_BYTES, "they have room");
+
 
 struct KeyBlock {
     Sequence s;
@@ -501,26 +561,68 @@ __device__ __forceinline__ KeyBlock key_block(const Call& call, unsigned block)
     return keys;
 }
 
-// dV += P^T dO and dK += dS^T Q for ROWS rows of Q, from row `first` of the block on; or P^T and dS^T for them, where two warps share the sums.
-template <int ROWS, bool LOOK, class SeenFrom>
+// dV += P^T dO and dK += dS^T Q for ROWS rows of Q, from row `first` of the block on. dS^T goes to its tile for dQ, and P^T too where two warps
+// have parts of the columns of the sums.
+template <int ROWS, int HIDDEN, class SeenFrom>
 __device__ __forceinline__ void add_rows(
-    const Call& call, const Head& at, const Tile& tile, const SeenFrom& seen_from, unsigned on_chip, const float* lse, int first,
-    float (&dK)[2 * Part<D>::COUNT][4], float (&dV)[2 * Part<DV>::COUNT][4])
+    const Call& call, const Head& at, const Tile& tile, const SeenFrom& seen_from, const float* lse, int first,
+    float (&dK)[SIXTEENS][2 * Part<D>::COUNT][4], float (&dV)[SIXTEENS][2 * Part<DV>::COUNT][4])
 {
     const PassingRows of_lse = {lse + first + 2 * lane_t()}, of_delta = {of_lse.first + BR};
-    float dS[ROWS / 8][4];
-    score_gradients<true, LOOK>(call, at, tile, seen_from, first, of_lse, of_delta, dS, [&](const float (&P)[ROWS / 8][4]) {
-        const Operand<ROWS / 8> factor(P);
-        if constexpr (SHARING == 1)
-            add_product<DV, ROWS>(dV, factor, tile.passing_v + lane_rows<COLUMNS_V>(), first);
-        else
-            factor.put(on_chip + FACTORS_AT, first);
+    const unsigned Q = tile.passing_d + lane_rows<COLUMNS_D>(tile.thread) + first * (COLUMNS_D * 2);
+    const unsigned dO = tile.passing_v + lane_rows<COLUMNS_V>(tile.thread) + first * (COLUMNS_V * 2);
+    using Numbers = const float (&)[SIXTEENS][ROWS / 8][4];
+    score_gradients<true, HIDDEN, ROWS / 8>(call, at, tile, seen_from, first, of_lse, of_delta, [&](int s, Numbers P, Numbers dS) {
+        unsigned factor_P[SIXTEENS][4], factor_dS[SIXTEENS][4];
+        operand_of(factor_P, P, s);
+        operand_of(factor_dS, dS, s);
+        add_product<DV>(dV, factor_P, dO, s);
+        if constexpr (BY_COLUMNS)
+            put_operand<ROWS / 8>(tile.P, first, s, factor_P);
+        if constexpr (PASSES_DS && PUT_FIRST)
+            put_operand<ROWS / 8>(tile.dS, first, s, factor_dS);
+        add_product<D>(dK, factor_dS, Q, s);
+        if constexpr (PASSES_DS && !PUT_FIRST)
+            put_operand<ROWS / 8>(tile.dS, first, s, factor_dS);
     });
-    const Operand<ROWS / 8> factor(dS);
-    if constexpr (SHARING == 2 || !DETERMINISTIC)
-        factor.put(on_chip + DS_AT, first);
-    if constexpr (SHARING == 1)
-        add_product<D, ROWS>(dK, factor, tile.passing_d + lane_rows<COLUMNS_D>(), first);
+}
+
+// Do the warp's keys see none of PARTLY rows from row `row` on, counted from i_low?
+__device__ __forceinline__ bool all_hidden(const Rows& r, int row)
+{
+    const int key = OWN * own_warp();
+    bool none = row >= r.count || key >= r.keys;
+    if constexpr (BAND)
+        none = none || row + PARTLY <= r.low + key || row >= r.high + key + OWN - 1;
+    return none;
+}
+
+// P and dS of such rows, as far as others read them.
+__device__ __forceinline__ void put_zeros(const Tile& tile, int first)
+{
+    const unsigned zeros[SIXTEENS][4] = {};
+#pragma unroll
+    for (int s = 0; s < PARTLY / 16; s++) {
+        if constexpr (BY_COLUMNS)
+            put_operand<PARTLY / 8>(tile.P, first, s, zeros);
+        if constexpr (PASSES_DS)
+            put_operand<PARTLY / 8>(tile.dS, first, s, zeros);
+    }
+}
+
+// X += A B for the rows of the other warp that shares own rows, which has put A into a tile.
+template <int N> __device__ __forceinline__ void add_others(float (&X)[SIXTEENS][2 * Part<N>::COUNT][4], unsigned factors, unsigned b)
+{
+    const int other = (1 - part_of_warp()) * WARP_PART;
+    const unsigned own = factors + OWN * own_warp() * (COLUMNS_S * 2) + lane_rows<COLUMNS_S>();
+#pragma unroll
+    for (int s = 0; s < WARP_PART / 16; s++) {
+        unsigned A[SIXTEENS][4];
+#pragma unroll
+        for (int m = 0; m < SIXTEENS; m++)
+            read_piece<COLUMNS_S>(A[m], piece_at<COLUMNS_S>(own, 0, other), 16 * m, 16 * s);
+        add_product<N>(X, A, b + lane_rows<line_columns(N)>() + other * (line_columns(N) * 2), s);
+    }
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) fa2_backward_keys(const __grid_constant__ Call call)
@@ -540,9 +642,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) fa2_backward_keys(
     Rows first_rows;
     {
         Rows& r = first_rows;
-        r.i_first = s.q_start + i_low;
-        r.sixteens = first_sixteen(s) + i_low / 16;
-        r.slot = (unsigned)s.slot;
+        r.q = row_of(call.q, s.slot, h_first, s.q_start + i_low);
+        r.dout = row_of(call.dout, s.slot, h_first, s.q_start + i_low);
+        r.lse = row_of(call.lse, s.slot, h_first, s.q_start + i_low);
+        r.delta = row_of(call.delta, s.slot, h_first, s.q_start + i_low);
+        r.q_row = call.q.row;
+        r.dout_row = call.dout.row;
+        r.sums = first_piece(call, s.slot, h_first, first_sixteen(s) + i_low / 16) * PIECE;
+        r.scale = POWERS ? float(call.scale) * LOG2E : float(call.scale);
+        r.sums_of_head = pieces_of_head(call) * PIECE;
+        r.h_first = h_first;
         r.h_end = h_first + group;
         r.steps = (int)((most(i_high - i_low, 0) + BR - 1) / BR);
         r.count = narrow_far(s.q_length - i_low);
@@ -587,32 +696,46 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) fa2_backward_keys(
     };
     auto kind_of = [&](const Rows& r, const Walk& to) { return HAS_MASK ? to.kind : to.m >= r.whole && to.m < r.whole_end ? FULL : PARTIAL; };
     auto load_rows = [&](const Rows& r, unsigned tile, const Walk& to) {
-        const long long i = r.i_first + (long long)to.m * BR + copied_row();
-        const int left = r.count - to.m * BR - copied_row();
-        const elem* const q = row_of(call.q, r.slot, to.h, i) + CHUNK_HALVES * copied_chunk();
-        const elem* const dout = row_of(call.dout, r.slot, to.h, i) + CHUNK_HALVES * copied_chunk();
-        load_halves<BR, D, false>(tile, [&](int n, bool& exists) { return (exists = n < left) ? q + n * call.q.row : call.q.data; });
-        load_halves<BR, DV, false>(
-            tile + PASSING_V, [&](int n, bool& exists) { return (exists = n < left) ? dout + n * call.dout.row : call.dout.data; });
+        const unsigned thread = once_more(threadIdx.x), head = to.h - r.h_first, row = to.m * BR + copied_row(thread);
+        const long long q_row = r.q_row, dout_row = r.dout_row;
+        const elem* q = r.q + (head * call.q.head + row * q_row + CHUNK_HALVES * copied_chunk(thread));
+        const elem* dout = r.dout + (head * call.dout.head + row * dout_row + CHUNK_HALVES * copied_chunk(thread));
+        auto next_of = [](const elem*& rows, long long further) {
+            const elem* const now = rows;
+            rows += further;
+            return now;
+        };
+        if ((to.m + 1) * BR <= r.count) {
+            load_halves<BR, D, true>(tile, [&](int, bool&) { return next_of(q, ROWS_AT_ONCE * q_row); });
+            load_halves<BR, DV, true>(tile + PASSING_V, [&](int, bool&) { return next_of(dout, ROWS_AT_ONCE * dout_row); });
+        } else {
+            const int left = r.count - (int)row;
+            load_halves<BR, D, false>(tile, [&](int n, bool& exists) { return (exists = n < left) ? q + n * q_row : r.q; });
+            load_halves<BR, DV, false>(tile + PASSING_V, [&](int n, bool& exists) { return (exists = n < left) ? dout + n * dout_row : r.dout; });
+        }
     };
-    // This thread's number of a step's lse or delta
-    const bool has_lse = threadIdx.x < BR;
-    auto statistic = [&](const Rows& r, const Walk& to) {
-        const int m = to.m * BR + threadIdx.x % BR;
-        const long long i = r.i_first + m, h = to.h;
-        if (threadIdx.x < 2 * BR && m < r.count)
-            return *(has_lse ? row_of(call.lse, r.slot, h, i) : row_of(call.delta, r.slot, h, i));
-        return has_lse ? INFINITE : 0;
-    };
+    // lse and delta are copied as they are; once it is there, lse is made what subtract_lse() takes
     float* const statistics = (float*)(on_chip + STATISTICS_AT);
-    auto put_statistic = [&](int stage, float x) {
-        if (threadIdx.x < 2 * BR)
-            statistics[stage * (2 * BR) + threadIdx.x] = has_lse ? shift_of(x) : x;
+    auto load_statistics = [&](const Rows& r, const Walk& to, int stage) {
+        if (threadIdx.x < 2 * BR) {
+            const unsigned row = to.m * BR + threadIdx.x % BR, head = to.h - r.h_first;
+            const bool exists = (int)row < r.count, has_lse = threadIdx.x < BR;
+            const float* from = has_lse ? r.lse : r.delta;
+            if (exists)
+                from += has_lse ? head * call.lse.head + row * call.lse.row : head * call.delta.head + row * call.delta.row;
+            copy_to_shared<4>(statistics + stage * (2 * BR) + threadIdx.x, from, exists);
+        }
+    };
+    auto finish_statistics = [&](const Rows& r, const Walk& of, int stage) {
+        if (threadIdx.x < BR) {
+            float& lse = statistics[stage * (2 * BR) + threadIdx.x];
+            lse = of.m * BR + (int)threadIdx.x < r.count ? shift_of(lse) : INFINITE;
+        }
     };
 
-    float dK[1][2 * Part<D>::COUNT][4], dV[1][2 * Part<DV>::COUNT][4];
-    clear(dK[0]);
-    clear(dV[0]);
+    float dK[SIXTEENS][2 * Part<D>::COUNT][4], dV[SIXTEENS][2 * Part<DV>::COUNT][4];
+    clear(dK);
+    clear(dV);
     Walk step = step_from(first_rows, 0, h_first);
     const bool any = step.h < first_rows.h_end;
 
@@ -625,99 +748,136 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) fa2_backward_keys(
         load_halves<BC, D, false>(base, [&](int n, bool& exists) { return (exists = n < left) ? K + n * call.k.row : call.k.data; });
         load_halves<BC, DV, false>(base + OWN_V, [&](int n, bool& exists) { return (exists = n < left) ? V + n * call.v.row : call.v.data; });
         load_rows(first_rows, base + PASSING, step);
-        put_statistic(0, statistic(first_rows, step));
-    }
-    commit_group();
-    const float scale = POWERS ? float(call.scale) * LOG2E : float(call.scale);
-
-    int stage = 0;
-    for (bool more = any; more;) {
-        const unsigned tiles = once_more(base), Q_i = tiles + PASSING + stage * STAGE, dO_i = Q_i + PASSING_V;
-        const unsigned own_K = tiles + 16 * own_warp() * (COLUMNS_D * 2) + lane_rows<COLUMNS_D>();
-        const unsigned own_V = tiles + OWN_V + 16 * own_warp() * (COLUMNS_V * 2) + lane_rows<COLUMNS_V>();
-        const int next_stage = STAGES == 2 ? stage ^ 1 : 0;
+        load_statistics(first_rows, step, 0);
+        commit_group();
         await_groups<0>();
+        finish_statistics(first_rows, step, 0);
+    }
+    auto add_dQ = [&](const Rows& r, unsigned tiles, unsigned dS_i, int m, int h) {
+        const unsigned head = h - r.h_first, sixteens = m * (BR / 16);
+        add_queries(
+            call.sums + (r.sums + head * r.sums_of_head + (long long)sixteens * (ROW_PIECES * PIECE)), tiles, dS_i, r.count - m * BR);
+    };
+    Walk before = step;  // where steps skip blocks; else it is found anew, and takes no registers
+    bool begun = false;
+    int stage = 0;
+    for (bool more = any; more || (LATE && begun);) {
+        const unsigned tiles = once_more(base);
+        const int next_stage = STAGES == 2 ? stage ^ 1 : 0;
         __syncthreads();  // Q_i and dO_i are there; no thread reads those of the step before, and its dS
         const Rows& r = *kept_rows;
-        const Walk next = step_from(r, step.m + 1, step.h);
-        if constexpr (STAGES == 2) {
-            if (next.h < r.h_end)
+        const Walk found = HAS_MASK ? step_from(r, step.m + 1, step.h) : step;
+        auto next_step = [&]() -> Walk {  // found anew each time where that is easy: between, it takes no registers
+            if constexpr (HAS_MASK)
+                return found;
+            return step_from(r, (int)once_more(step.m) + 1, step.h);
+        };
+        auto load_next = [&] {
+            const Walk next = next_step();
+            if (more && next.h < r.h_end) {
                 load_rows(r, tiles + PASSING + next_stage * STAGE, next);
-            commit_group();
+                load_statistics(r, next, next_stage);
+                commit_group();
+            }
+        };
+        if constexpr (STAGES == 2)
+            load_next();
+        if constexpr (LATE) {
+            if (begun) {
+                const bool first = step.m == 0;
+                add_dQ(r, tiles, tiles + DS_AT + (stage ^ 1) * FACTOR, HAS_MASK ? before.m : (first ? r.steps : step.m) - 1,
+                    HAS_MASK ? before.h : step.h - (first ? 1 : 0));
+            }
+            if (!more)
+                break;
+            begun = true;
         }
-        const float next_statistic = next.h < r.h_end ? statistic(r, next) : 0;  // asked for now, and put where it belongs later
 
         // S^T = K Q^T, dP^T = V dO^T; P = exp(S - lse), dS = P (dP - delta)
         // dV += P^T dO, dK += dS^T Q
         const Head at = head(call, s, step.h, h_kv);
-        const int kind = kind_of(r, step);
-        const int y = 16 * own_warp() + lane_g();
         auto seen_from = [&](int x) {
-            const int first_key = 16 * own_warp() + lane_g();
+            const int first_key = OWN * own_warp() + lane_g();
             return Seen{r.low + first_key - x, r.high + first_key - x, r.count - x, r.keys - first_key};
         };
-        const Tile tile = {kind, step.m, j0 + y, i_low, own_K, own_V, Q_i, dO_i, scale};
+        auto tile = [&]() -> Tile {  // made when it is needed: until then it takes no registers
+            const unsigned now = once_more(tiles), thread = once_more(threadIdx.x), Q_i = now + PASSING + stage * STAGE;
+            const unsigned own_rows = OWN * (thread / WARP_SIZE / SHARING);
+            const unsigned own_K = now + own_rows * (COLUMNS_D * 2) + lane_rows<COLUMNS_D>(thread);
+            const unsigned own_V = now + OWN_V + own_rows * (COLUMNS_V * 2) + lane_rows<COLUMNS_V>(thread);
+            return {kind_of(r, step), step.m, j0 + OWN * own_warp() + lane_g(), i_low, own_K, own_V, Q_i, Q_i + PASSING_V, r.scale,
+                now + FACTORS_AT, now + DS_AT + (LATE ? stage * FACTOR : 0), thread};
+        };
         const float* const lse = statistics + stage * (2 * BR);
         const int first = part_of_warp() * WARP_PART;
-        const bool at_once = IN_SUMS && (!HAS_MASK || tile.kind == FULL);
-        if constexpr (IN_SUMS)
-            if (at_once)
+        if (IN_SUMS && kind_of(r, step) == FULL) {
+#pragma unroll UNROLLED
+            for (int n = 0; n < WARP_PART; n += MOST)
+                add_rows<MOST, NOTHING>(call, at, tile(), seen_from, lse, first + n, dK, dV);
+        } else {
 #pragma unroll 1
-                for (int n = 0; n < WARP_PART; n += MOST)
-                    add_rows<MOST, false>(call, at, tile, seen_from, tiles, lse, first + n, dK[0], dV[0]);
-        if constexpr (HAS_MASK || !IN_SUMS)
-            if (!at_once)
-#pragma unroll 1
-                for (int n = 0; n < WARP_PART; n += AT_ONCE)
-                    add_rows<AT_ONCE, true>(call, at, tile, seen_from, tiles, lse, first + n, dK[0], dV[0]);
-        if constexpr (SHARING == 2) {
-            __syncthreads();  // P and dS are there
-            const unsigned own_factors = tiles + 16 * own_warp() * (COLUMNS_S * 2) + lane_rows<COLUMNS_S>();
-            add_product<DV, BR>(dV[0], PassedOperand{own_factors + FACTORS_AT}, dO_i + lane_rows<COLUMNS_V>(), 0);
-            add_product<D, BR>(dK[0], PassedOperand{own_factors + DS_AT}, Q_i + lane_rows<COLUMNS_D>(), 0);
+            for (int n = 0; n < WARP_PART; n += PARTLY) {
+                const Tile now = tile();
+                if (HIDING == BY_BAND && all_hidden(r, step.m * BR + first + n))
+                    put_zeros(now, first + n);
+                else
+                    add_rows<PARTLY, HIDING>(call, at, now, seen_from, lse, first + n, dK, dV);
+            }
         }
-        if constexpr (STAGES == 1 || (SHARING == 1 && !DETERMINISTIC))
+        if constexpr (BY_COLUMNS) {
+            if constexpr (LATE || DETERMINISTIC)
+                sync_pair();  // P and dS of the other warp are there
+            else
+                __syncthreads();  // and those of all
+            const Tile now = tile();
+            add_others<DV>(dV, now.P, now.passing_v);
+            add_others<D>(dK, now.dS, now.passing_d);
+        }
+        if constexpr (STAGES == 1 || (!BY_COLUMNS && !LATE && !DETERMINISTIC))
             __syncthreads();  // dS is there, and no thread reads Q_i and dO_i any more
-        if (next.h < r.h_end)
-            put_statistic(next_stage, next_statistic);
-        if constexpr (STAGES == 1) {
-            if (next.h < r.h_end)
-                load_rows(r, tiles + PASSING, next);
-            commit_group();
-        }
+        if constexpr (STAGES == 1)
+            load_next();
 
         // dQ_i += dS K
-        if constexpr (!DETERMINISTIC)
-            add_queries(pieces_of(call, r.slot, step.h, r.sixteens + step.m * (BR / 16)), tiles, r.count - step.m * BR);
-        more = next.h < r.h_end;
-        step = next;
+        if constexpr (!DETERMINISTIC && !LATE) {
+            add_dQ(r, tiles, tiles + DS_AT, step.m, step.h);
+        }
+        if constexpr (HAS_MASK)
+            before = step;
+        step = next_step();
+        more = step.h < r.h_end;
+        if (more) {
+            await_groups<0>();
+            finish_statistics(r, step, next_stage);
+        }
         stage = next_stage;
     }
-    await_groups<0>();
     __syncthreads();  // no thread reads K_j and V_j any more
 
     // Write dK_j, dV_j
     const KeyBlock own = key_block(call, once_more(blockIdx.x));
     const int full = narrow_far(own.s.kv_length - own.j0), exist = narrow_far(own.end - own.j0);
     const long long row = own.s.k_start + own.j0;
-    store_own<D>(dK, float(call.scale), base, row_of(call.dk, own.s.slot, own.h_kv, row), call.dk.row, full, exist);
-    store_own<DV>(dV, 1, base + OWN_V, row_of(call.dv, own.s.slot, own.h_kv, row), call.dv.row, full, exist);
+    store_own<D>(dK, float(call.scale), base, 0, row_of(call.dk, own.s.slot, own.h_kv, row), call.dk.row, full, exist);
+    store_own<DV>(dV, 1, base, OWN_V, row_of(call.dv, own.s.slot, own.h_kv, row), call.dv.row, full, exist);
 }
 
 #if DETERMINISTIC
-// dQ += dS K for KEYS keys, from key `first` of the block on; or dS for them, where two warps share the sums.
-template <int KEYS, bool LOOK, class SeenFrom>
+// dQ += dS K for KEYS keys, from key `first` of the block on; dS goes to its tile where two warps have parts of the columns of the sums.
+template <int KEYS, int HIDDEN, class SeenFrom>
 __device__ __forceinline__ void add_keys(
-    const Call& call, const Head& at, const Tile& tile, const SeenFrom& seen_from, unsigned on_chip, const OwnRows& lse, const OwnRows& delta,
-    int first, float (&dQ)[2 * Part<D>::COUNT][4])
+    const Call& call, const Head& at, const Tile& tile, const SeenFrom& seen_from, const OwnRows& lse, const OwnRows& delta,
+    int first, float (&dQ)[SIXTEENS][2 * Part<D>::COUNT][4])
 {
-    float dS[KEYS / 8][4];
-    score_gradients<false, LOOK>(call, at, tile, seen_from, first, lse, delta, dS, [](const float (&)[KEYS / 8][4]) {});
-    const Operand<KEYS / 8> factor(dS);
-    if constexpr (SHARING == 1)
-        add_product<D, KEYS>(dQ, factor, tile.passing_d + lane_rows<COLUMNS_D>(), first);
-    else
-        factor.put(on_chip + DS_AT, first);
+    const unsigned K = tile.passing_d + lane_rows<COLUMNS_D>(tile.thread) + first * (COLUMNS_D * 2);
+    using Numbers = const float (&)[SIXTEENS][KEYS / 8][4];
+    score_gradients<false, HIDDEN, KEYS / 8>(call, at, tile, seen_from, first, lse, delta, [&](int s, Numbers, Numbers dS) {
+        unsigned factor[SIXTEENS][4];
+        operand_of(factor, dS, s);
+        add_product<D>(dQ, factor, K, s);
+        if constexpr (BY_COLUMNS)
+            put_operand<KEYS / 8>(tile.dS, first, s, factor);
+    });
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) fa2_backward_queries(const __grid_constant__ Call call)
@@ -738,7 +898,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) fa2_backward_queri
     key_range<BC, BR>(call, s, i0, j_low, j_high);
     const int steps = (int)((most(j_high - j_low, 0) + BR - 1) / BR), keys = narrow_far(s.kv_length - j_low);
     int whole = 0, whole_end = keys / BR;
-    const int y = 16 * own_warp() + lane_g();
+    const int y = OWN * own_warp() + lane_g();
     Seen seen = {0, 0, keys, narrow_far(s.q_length - i0 - y)};  // from key j_low on
     if constexpr (BAND) {
         const long long low = i0 + s.offset + call.band_lower - j_low, high = i0 + s.offset + call.band_upper + 1 - j_low;
@@ -774,11 +934,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) fa2_backward_queri
         load_halves<BR, DV, false>(tile + PASSING_V, [&](int n, bool& exists) { return (exists = n < left) ? v + n * call.v.row : call.v.data; });
     };
 
-    float dQ[1][2 * Part<D>::COUNT][4];
-    clear(dQ[0]);
+    float dQ[SIXTEENS][2 * Part<D>::COUNT][4];
+    clear(dQ);
     OwnRows lse, delta;
 #pragma unroll
-    for (int half = 0; half < 2; half++) {
+    for (int half = 0; half < 2 * SIXTEENS; half++) {
         const long long i = i0 + y + 8 * half;
         lse.x[half] = i < s.q_length ? shift_of(row_lse(call, at, i)) : INFINITE;
         delta.x[half] = i < s.q_length ? row_delta(call, at, i) : 0;
@@ -797,8 +957,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) fa2_backward_queri
         load_keys(base + PASSING, step.m);
     }
     commit_group();
-    const unsigned own_Q = base + 16 * own_warp() * (COLUMNS_D * 2) + lane_rows<COLUMNS_D>();
-    const unsigned own_dO = base + OWN_V + 16 * own_warp() * (COLUMNS_V * 2) + lane_rows<COLUMNS_V>();
+    const unsigned own_Q = base + OWN * own_warp() * (COLUMNS_D * 2) + lane_rows<COLUMNS_D>();
+    const unsigned own_dO = base + OWN_V + OWN * own_warp() * (COLUMNS_V * 2) + lane_rows<COLUMNS_V>();
     const float scale = POWERS ? float(call.scale) * LOG2E : float(call.scale);
 
     int stage = 0;
@@ -817,23 +977,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) fa2_backward_queri
         // S = Q K^T, dP = dO V^T; P = exp(S - lse), dS = P (dP - delta)
         // dQ += dS K
         auto seen_from = [&](int x) { return Seen{seen.first - x, seen.end - x, seen.count - x, seen.own}; };
-        const Tile tile = {step.kind, step.m, i0 + y, j_low, own_Q, own_dO, K_j, V_j, scale};
+        const Tile tile = {step.kind, step.m, i0 + y, j_low, own_Q, own_dO, K_j, V_j, scale, 0, base + DS_AT, threadIdx.x};
         const int first = part_of_warp() * WARP_PART;
-        const bool at_once = IN_SUMS && (!HAS_MASK || tile.kind == FULL);
-        if constexpr (IN_SUMS)
-            if (at_once)
+        if (IN_SUMS && tile.kind == FULL) {
 #pragma unroll 1
-                for (int n = 0; n < WARP_PART; n += MOST)
-                    add_keys<MOST, false>(call, at, tile, seen_from, base, lse, delta, first + n, dQ[0]);
-        if constexpr (HAS_MASK || !IN_SUMS)
-            if (!at_once)
+            for (int n = 0; n < WARP_PART; n += MOST)
+                add_keys<MOST, NOTHING>(call, at, tile, seen_from, lse, delta, first + n, dQ);
+        } else {
 #pragma unroll 1
-                for (int n = 0; n < WARP_PART; n += AT_ONCE)
-                    add_keys<AT_ONCE, true>(call, at, tile, seen_from, base, lse, delta, first + n, dQ[0]);
-        if constexpr (SHARING == 2) {
-            __syncthreads();  // dS is there
-            const PassedOperand factor_dS = {base + DS_AT + 16 * own_warp() * (COLUMNS_S * 2) + lane_rows<COLUMNS_S>()};
-            add_product<D, BR>(dQ[0], factor_dS, K_j + lane_rows<COLUMNS_D>(), 0);
+            for (int n = 0; n < WARP_PART; n += PARTLY)
+                add_keys<PARTLY, HIDING>(call, at, tile, seen_from, lse, delta, first + n, dQ);
+        }
+        if constexpr (BY_COLUMNS) {
+            sync_pair();  // dS of the other warp is there
+            add_others<D>(dQ, base + DS_AT, K_j);
         }
         if constexpr (STAGES == 1) {
             __syncthreads();  // no thread reads K_j and V_j any more
@@ -849,7 +1006,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) fa2_backward_queri
 
     // Write dQ_i
     store_own<D>(
-        dQ, float(call.scale), base, row_of(call.dq, s.slot, at.h, s.q_start + i0), call.dq.row, narrow_far(s.q_length - i0),
+        dQ, float(call.scale), base, 0, row_of(call.dq, s.slot, at.h, s.q_start + i0), call.dq.row, narrow_far(s.q_length - i0),
         narrow_far(rows_end - i0));
 }
 
@@ -863,7 +1020,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) fa2_backward_finish(const 
     const Sequence s = sequence(call, b);
     const long long h = bh - b * (unsigned)call.Hq, i0 = (long long)(blockIdx.x - bh * blocks) * BR;
     const int left = narrow_far((PACKED ? s.q_length : call.Tq) - i0), full = narrow_far(s.q_length - i0);
-    const float* const sums = pieces_of(call, s.slot, h, first_sixteen(s) + i0 / 16);
+    const float* const sums = call.sums + first_piece(call, s.slot, h, first_sixteen(s) + i0 / 16) * PIECE;
     const float scale = float(call.scale);
     for (int n = threadIdx.x; n < BR / 2 * ROW_PIECES; n += THREADS) {
         const int piece = n % ROW_PIECES, row = n / ROW_PIECES / 8 * 16 + n / ROW_PIECES % 8;
