@@ -249,7 +249,6 @@ BROKEN = {
     "dQ is not fenced": ("one tile", "fence_shared();\n            arrive_as", "arrive_as"),
     "dQ is added before it is there": ("one tile", "await(barriers + DQ_THERE, parity);", ""),
     "dQ is given back before it was read": ("many steps", "await_stores_read<0>();\n        arrive(", "arrive("),
-    "rows go round otherwise where they are copied": ("lengths", "i0 = work.i_start;\n    for (int steps", "i0 = work.i_low;\n    for (int steps"),
     "sequences share a block of sums": ("packed", "q_start / BR + b;", "q_start / BR;"),
     "sums of rows and of columns are mixed up": ("one tile, d = 64", "BY_ROWS ? patch * 64 : 0", "0"),
     "dK is not scaled": ("one tile, d = 64", "dK[8 * n + 2 * e] * scale", "dK[8 * n + 2 * e]"),

@@ -9,7 +9,7 @@ from rawflash.arrays import Target
 from rawflash.backends.cupy_raw.launch import SIDE, Launcher, blocks_of, launcher, side_gradients, split_inputs
 from rawflash.backends.cupy_raw.tensor_map import Box
 from rawflash.problem import Operands, Problem
-from rawflash.tiling import MMA, SPLIT_INPUTS, WGMMA, WGMMA_PROCESSORS, WGMMA_SLAB, Tiles, is_wide
+from rawflash.tiling import MMA, SPLIT_INPUTS, WGMMA, WGMMA_SLAB, Tiles, is_wide
 
 FILE, FILE_MMA = "fa2_backward.cu", "mma/fa2_backward.cu"
 FILE_WGMMA, FILE_WIDE = "sm90/fa2_backward.cu", "sm90/fa2_backward_wide.cu"
@@ -17,6 +17,7 @@ PIECE_ROWS, PIECE_COLUMNS = 16, 8  # of dQ's sums in mma/fa2_backward.cu
 WGMMA_THREADS = 384  # a warpgroup that copies, two that compute
 WIDE_THREADS = 512  # one that copies, three that compute
 SECTION_BYTES = 32 << 20  # of L2, for the heads whose keys are taken in turn
+DETERMINISTIC_MORE = 4  # times that
 PATCH_ROWS, PATCH_COLUMNS, WARP = 16, 8, 32  # of dQ in mma/split_backward.cu, each added by a warp
 
 
@@ -81,15 +82,16 @@ def _wgmma(problem: Problem, tiles: Tiles, x: Operands, grads: dict[str, Target]
 def _section(problem: Problem) -> int:
     """How many K/V heads have their keys taken in turn, long columns first: as many as L2 can hold; 1: no band.
 
-    Deterministic: as many as run at once, since blocks of keys of one head wait for each other.
+    Deterministic, blocks of keys of one head wait for each other: so heads are taken in turn without a band, too, and
+    more of them with one.
     """
-    if problem.deterministic:
-        return min(WGMMA_PROCESSORS, problem.B * problem.Hkv)
-    if problem.band.lower is None and problem.band.upper is None:
+    band = problem.band.lower is not None or problem.band.upper is not None
+    if not (band or problem.deterministic):
         return 1
     rows = problem.Tk + problem.group * problem.Tq
     nbytes = rows * (problem.d + problem.dv) * 2 + problem.group * problem.Tq * problem.d * 4
-    return max(min(SECTION_BYTES // nbytes, problem.B * problem.Hkv), 1)
+    heads = SECTION_BYTES * (DETERMINISTIC_MORE if band and problem.deterministic else 1) // nbytes
+    return max(min(heads, problem.B * problem.Hkv), 1)
 
 
 def _call(kernels: Launcher, problem: Problem, x: Operands, grads: dict[str, Target], delta: Any, dQ: Any, blocks: int,

@@ -14,14 +14,12 @@ constexpr int LANE_NUMBERS = 4;  // neighbouring numbers of a lane in a patch of
 constexpr int MAP_Q = 0, MAP_K = 1, MAP_V = 2, MAP_DO = 3;
 static_assert(ALIGNED && D % 8 == 0 && DV % 8 == 0, "what copies can do");
 
-// Which keys of which head, and the rows that see some of them: of every query head, from i_low (the start of a block) on, before i_high. Steps
-// go round from i_start on: thread blocks that run together would otherwise add to the same sums of dQ at the same time. DETERMINISTIC: down from
-// the last rows, at which all that a causal mask lets see them begin, one after the other.
+// Which keys of which head, and the rows that see some of them: of every query head, from i_low (the start of a block) on, before i_high.
 struct Work {
     int b, h, j0;               // sequence, key head, first key
     int slot, q_start, k_start;  // where row 0 and key 0 lie
     int q_length, kv_length;
-    int i_low, i_high, i_start, steps;
+    int i_low, i_high, steps;
     long long offset;
 };
 
@@ -44,17 +42,8 @@ __device__ __forceinline__ Work work_of(const Call& call)
         work.i_low = (int)clamp(work.j0 - s.offset - call.band_upper, 0, work.i_high) / BR * BR;
         work.i_high = (int)clamp(j1 - s.offset - call.band_lower, 0, work.i_high);
     }
-    const int rows = work.i_high > work.i_low ? (work.i_high - work.i_low + BR - 1) / BR : 0;  // blocks of them
-    work.i_start = work.i_low + (DETERMINISTIC ? most(rows - 1, 0) : (int)((unsigned long long)rows * (rest / count) / blocks)) * BR;
-    work.steps = rows * ((int)call.Hq / (int)call.Hkv);
+    work.steps = work.i_high > work.i_low ? (work.i_high - work.i_low + BR - 1) / BR * ((int)call.Hq / (int)call.Hkv) : 0;
     return work;
-}
-
-__device__ __forceinline__ int next_rows(const Work& work, int i0)
-{
-    if constexpr (DETERMINISTIC)
-        return i0 > work.i_low ? i0 - BR : work.i_start;
-    return i0 + BR < work.i_high ? i0 + BR : work.i_low;
 }
 
 // The sums of dQ lie in blocks of BR rows and TO_D columns; a sequence begins a new one. How many a head has, and where those of one begin.

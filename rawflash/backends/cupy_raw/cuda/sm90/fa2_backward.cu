@@ -43,6 +43,20 @@ static_assert(AT_BARRIERS + BARRIERS * 8 == TILE_BYTES, "tiling.py and this file
 constexpr int ALL_MEET = 1, WARPGROUP_MEETS = 2;  // named barriers: of all that compute, and one of each warpgroup
 constexpr int COPYING_REGISTERS = 24, COMPUTING_REGISTERS = 240;
 
+// The first row of each step: up the blocks of rows of one head after the other. DETERMINISTIC: down, as blocks of keys then take turns at dQ, and
+// the last rows are those that all see which a causal mask has there: so they begin one right behind the other.
+__device__ __forceinline__ int first_rows(const Work& work)
+{
+    return DETERMINISTIC ? work.i_low + (work.i_high - 1 - work.i_low) / BR * BR : work.i_low;
+}
+
+__device__ __forceinline__ int next_rows(const Work& work, int i0)
+{
+    if constexpr (DETERMINISTIC)
+        return i0 > work.i_low ? i0 - BR : first_rows(work);
+    return i0 + BR < work.i_high ? i0 + BR : work.i_low;
+}
+
 // ---- the warps that copy ---------------------------------------------------------------------------------------------------
 
 __device__ __forceinline__ void copy_all(const MappedCall& argument, const Work& work, unsigned char* on_chip, Barrier* barriers)
@@ -54,7 +68,7 @@ __device__ __forceinline__ void copy_all(const MappedCall& argument, const Work&
         copy_slabs<BC, TO_D>(on_chip + AT_K, argument.map[MAP_K], barriers + K_THERE, work.k_start + work.j0, work.h, work.slot);
     }
     Ring<STAGES> to;
-    int h = work.h * ((int)call.Hq / (int)call.Hkv), i0 = work.i_start;
+    int h = work.h * ((int)call.Hq / (int)call.Hkv), i0 = first_rows(work);
     for (int steps = work.steps; steps > 0; steps--) {
         // Q_i, dO_i, and V before the first
         Barrier *const q_there = barriers + Q_THERE + to.stage, *const o_there = barriers + O_THERE + to.stage;
@@ -91,8 +105,7 @@ __device__ __forceinline__ void copy_all(const MappedCall& argument, const Work&
 
         to.next();
         i0 = next_rows(work, i0);
-        if (i0 == work.i_start)
-            h++;
+        h += i0 == first_rows(work);
     }
 }
 
@@ -110,7 +123,7 @@ __device__ __forceinline__ unsigned turn_at(const Call& call, const Work& work, 
 __device__ __forceinline__ void add_all(const Call& call, const Work& work, const unsigned char* on_chip, Barrier* barriers)
 {
     constexpr int BYTES = (BY_KEYS ? 1 : COMPUTING) * PATCH * 4;
-    int h = work.h * ((int)call.Hq / (int)call.Hkv), i0 = work.i_start, parity = 0;
+    int h = work.h * ((int)call.Hq / (int)call.Hkv), i0 = first_rows(work), parity = 0;
     for (int steps = work.steps; steps > 0; steps--, parity ^= 1) {
         const long long block = first_block(call, work.b, h, work.q_start) + i0 / BR;
         if constexpr (DETERMINISTIC)
@@ -130,8 +143,7 @@ __device__ __forceinline__ void add_all(const Call& call, const Work& work, cons
             pass_turn(call.counters + block);
         }
         i0 = next_rows(work, i0);
-        if (i0 == work.i_start)
-            h++;
+        h += i0 == first_rows(work);
     }
 }
 
@@ -198,7 +210,7 @@ __device__ __forceinline__ void compute_all(const Call& call, const Work& work, 
             factor(on_chip + AT_DS + (BY_ROWS ? mine * BC * SLAB_ROW : BY_KEYS ? first_key * SLAB_ROW : 0), BC * SLAB_ROW);
 
         Ring<STAGES> at;
-        int i0 = work.i_start;
+        int i0 = first_rows(work);
 
         await(barriers + K_THERE, 0);
         await(barriers + V_THERE, 0);
@@ -217,7 +229,7 @@ __device__ __forceinline__ void compute_all(const Call& call, const Work& work, 
         }
 
         for (int steps = work.steps; steps > 0; steps--) {
-            const bool rows_end = rows_follow && i0 + BR > q_length;
+                const bool rows_end = rows_follow && i0 + BR > q_length;
             unsigned char* const tile = on_chip + AT_DS + steps % S_STAGES * (BC * BR * 2);
             const int of_q = at.stage * (BR * TO_D * 2 >> 4), of_o = at.stage * (BR * TO_V * 2 >> 4);
             const int of_s = steps % S_STAGES * (BC * BR * 2 >> 4);
