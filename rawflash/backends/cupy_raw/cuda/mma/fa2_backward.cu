@@ -588,9 +588,9 @@ __device__ __forceinline__ void add_rows(
 }
 
 // Do the warp's keys see none of PARTLY rows from row `row` on, counted from i_low?
-__device__ __forceinline__ bool all_hidden(const Rows& r, int row)
+__device__ __forceinline__ bool all_hidden(const Rows& r, unsigned thread, int row)
 {
-    const int key = OWN * own_warp();
+    const int key = OWN * (thread / WARP_SIZE / SHARING);
     bool none = row >= r.count || key >= r.keys;
     if constexpr (BAND)
         none = none || row + PARTLY <= r.low + key || row >= r.high + key + OWN - 1;
@@ -818,7 +818,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) fa2_backward_keys(
 #pragma unroll 1
             for (int n = 0; n < WARP_PART; n += PARTLY) {
                 const Tile now = tile();
-                if (HIDING == BY_BAND && all_hidden(r, step.m * BR + first + n))
+                if (HIDING == BY_BAND && all_hidden(r, now.thread, step.m * BR + first + n))
                     put_zeros(now, first + n);
                 else
                     add_rows<PARTLY, HIDING>(call, at, now, seen_from, lse, first + n, dK, dV);
