@@ -159,8 +159,10 @@ class WarpgroupForward:
         bfloat16: the maximum is that of the first blocks of keys.
     stages : int
         K and V that are on chip at once.
-    least : int
-        Rows of a head below which the next row of the table is faster.
+    least, most : int
+        Rows of a head below and above which the next row of the table is faster.
+    band : bool
+        So it is where nothing is causal and there is no window.
     own : bool
         Each warpgroup goes through those blocks of keys only that its rows see. Not with turns, of which all have to
         take as many.
@@ -172,6 +174,8 @@ class WarpgroupForward:
     static: bool = True
     stages: int = 2
     least: int = 0
+    most: int = WGMMA_LONGEST
+    band: bool = False
     own: bool = False
 
 
@@ -179,7 +183,10 @@ class WarpgroupForward:
 # them registers
 WGMMA_FORWARD = {
     64: (WarpgroupForward(256, 64, turns=False, stages=8, least=193, own=True), WarpgroupForward(128, 128)),
-    128: (WarpgroupForward(128, 128),),
+    128: (
+        WarpgroupForward(192, 64, turns=False, stages=4, least=193, most=8192, band=True, own=True),
+        WarpgroupForward(128, 128),
+    ),
     192: (WarpgroupForward(128, 128), WarpgroupForward(128, 96)),
     256: (WarpgroupForward(128, 80), WarpgroupForward(128, 64)),
 }
@@ -1035,7 +1042,7 @@ def _wgmma_forward(problem: Problem, chip: Chip) -> Tiles | None:
     for shape in shapes[-1:] if problem.softcap is not None or problem.alibi else shapes:
         br, bc = shape.br, shape.bc
         groups = br // WGMMA_ROWS
-        if problem.Tq < shape.least:
+        if not shape.least <= problem.Tq <= shape.most or shape.band and lower is upper is None:
             continue
         for buffers, own in ((2, True), (2, False), (1, True), (1, False)):
             resident = [
