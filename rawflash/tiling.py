@@ -162,7 +162,7 @@ class WarpgroupForward:
     least, most : int
         Rows of a head below and above which the next row of the table is faster.
     band : bool
-        So it is where nothing is causal and there is no window.
+        So it is but for a band (causal, a window) of whole sequences.
     own : bool
         Each warpgroup goes through those blocks of keys only that its rows see. Not with turns, of which all have to
         take as many.
@@ -186,6 +186,7 @@ WGMMA_FORWARD = {
     128: (
         WarpgroupForward(192, 64, turns=False, stages=4, least=193, most=8192, band=True, own=True),
         WarpgroupForward(128, 128),
+        WarpgroupForward(128, 96),
     ),
     192: (WarpgroupForward(128, 128), WarpgroupForward(128, 96)),
     256: (WarpgroupForward(128, 80), WarpgroupForward(128, 64)),
@@ -1037,12 +1038,13 @@ def _wgmma_forward(problem: Problem, chip: Chip) -> Tiles | None:
     limit, processors = chip.on_chip_bytes, chip.processors or WGMMA_PROCESSORS
     to_d, to_dv = (_padded(n, WGMMA_SLAB) for n in (problem.d, problem.dv))
     lower, upper = problem.band.lower, problem.band.upper
-    uneven = lower is not None or upper is not None or problem.varlen or problem.ragged  # pieces of work
+    lengths = problem.varlen or problem.ragged
+    uneven = lower is not None or upper is not None or lengths  # pieces of work
     shapes = WGMMA_FORWARD[max(to_d, to_dv)]
     for shape in shapes[-1:] if problem.softcap is not None or problem.alibi else shapes:
         br, bc = shape.br, shape.bc
         groups = br // WGMMA_ROWS
-        if not shape.least <= problem.Tq <= shape.most or shape.band and lower is upper is None:
+        if not shape.least <= problem.Tq <= shape.most or (shape.band and (lower is upper is None or lengths)):
             continue
         for buffers, own in ((2, True), (2, False), (1, True), (1, False)):
             resident = [

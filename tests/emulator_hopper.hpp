@@ -898,10 +898,10 @@ template <int PENDING> inline void await_stores()
 }
 
 constexpr int ARRIVALS = 1;
-inline void arrive_as_warp(Barrier* barrier)
+inline void arrive_as_warp(Barrier* barrier, int lane)
 {
     __syncwarp();
-    if (threadIdx.x % 32 == 0)
+    if (lane == 0)
         arrive(barrier);
 }
 

@@ -341,9 +341,9 @@ __device__ __forceinline__ void compute_all(const Call& call, const Work& work, 
             for (int n = 0; n < DQ_COLUMNS / 8; n++)
                 passed[n * WARP_LANES] = make_float4(dQ[4 * n], dQ[4 * n + 1], dQ[4 * n + 2], dQ[4 * n + 3]);
             fence_shared();
-            arrive_as_warp(barriers + DQ_THERE);
+            arrive_as_warp(barriers + DQ_THERE, lane);
             await_products<0>();  // dK, whose factor dS is in registers
-            arrive_as_warp(barriers + READ + at.stage);
+            arrive_as_warp(barriers + READ + at.stage, lane);
             at.next();
             i0 = next_rows(work, i0);
         }

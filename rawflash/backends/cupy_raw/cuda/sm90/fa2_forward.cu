@@ -571,7 +571,7 @@ struct Consumer {
         // What is needed of the piece: its place may be another's when Q is released
         const unsigned number = piece.number;
         const int batch = piece.batch, h = piece.head, row = piece.row, rows = piece.rows, stored = piece.stored;
-        arrive_as_warp(&rest.empty_Q[slot]);
+        arrive_as_warp(&rest.empty_Q[slot], lane);
         await_products<0>();
         if (own && leads())
             arrive(&rest.empty_V[(n - 1) % STAGES]);
@@ -743,7 +743,7 @@ extern "C" __global__ void __launch_bounds__(ALL_THREADS, 1) fa2_forward(const _
         await_stores<0>();
         arrive(&rest.settled);
     }
-    arrive_as_warp(&rest.empty_Q[given % Q_BUFFERS]);
+    arrive_as_warp(&rest.empty_Q[given % Q_BUFFERS], consumer.lane);
     for (given++;; given++) {
         const unsigned slot = given % Q_BUFFERS;
         await(&rest.full_Q[slot], given / Q_BUFFERS & 1);

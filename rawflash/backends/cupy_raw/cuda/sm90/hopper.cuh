@@ -51,10 +51,10 @@ constexpr int ARRIVALS = 32;
 #else
 constexpr int ARRIVALS = 1;
 #endif
-__device__ __forceinline__ void arrive_as_warp(Barrier* barrier)
+__device__ __forceinline__ void arrive_as_warp(Barrier* barrier, int lane)
 {
     __syncwarp();
-    if (ARRIVALS > 1 || threadIdx.x % 32 == 0)
+    if (ARRIVALS > 1 || lane == 0)
         arrive(barrier);
 }
 
