@@ -262,7 +262,7 @@ BROKEN = {
     "delta is left out": ("one tile", "P_LESS * *row_of(call.delta", "0.0f * *row_of(call.delta"),
     "lse is in other units": ("one tile", "lse * LOG2E - P_POWER", "lse - P_POWER"),
     "heads of a group share a block of sums": ("groups", "sums += (blocks_of_head(call) -", "sums += (0 -"),
-    "sequences share a block of sums": ("packed", "q_start / BR + b)", "q_start / BR)"),
+    "sequences share a block of sums": ("packed", "q_start / BR + b;", "q_start / BR;"),
     "all of dQ is its first columns": ("one tile", "moved(K_across, patch * ", "moved(K_across, 0 * "),
     "all of dK is its first columns": ("one tile", "moved(y, c * ", "moved(y, 0 * "),
     "dK is not scaled": ("one tile", "(float)call.scale, ONE", "1.0f, ONE"),
