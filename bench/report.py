@@ -51,7 +51,11 @@ class Results:
 
 
 def load(folder: Path = record.RESULTS) -> dict[str, Results]:
-    """For GPU and CPU, the rows of the device that was measured last."""
+    """For GPU and CPU, the rows of the device that was measured last.
+
+    Of one case the last row, unless one before it says more of the same code: figures of newer code beside some peers
+    are worth more than those of older code beside all.
+    """
     found = {"gpu": Results(), "cpu": Results()}
     records = []
     for path in sorted(folder.glob("*.json")):
@@ -67,10 +71,16 @@ def load(folder: Path = record.RESULTS) -> dict[str, Results]:
                 continue
             for row in made["rows"]:
                 old = results.rows.get(row["name"])
-                if old is None or says_more(row, old):
+                other_code = old is not None and code_of(made) != code_of(results.sources[row["name"]][1])
+                if old is None or says_more(row, old) or (other_code and ratio(row)):
                     results.rows[row["name"]] = row
                     results.sources[row["name"]] = name, made
     return found
+
+
+def code_of(made: dict[str, Any]) -> str | None:
+    """Of which state of the package a record is."""
+    return made.get("source_sha256")
 
 
 def _device(made: dict[str, Any]) -> str:
@@ -156,6 +166,17 @@ def table(head: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
     return "\n".join([made[0], "|" + " --- |" * len(columns), *made[1:]])
 
 
+EARLIER = " (earlier code)"
+
+
+def earlier(results: Results, rows: Sequence[Row]) -> dict[str, str]:
+    """What to say of a row that is of older code than others of a table, by the name of its case."""
+    made = {row["name"]: results.sources[row["name"]] for row in rows}
+    last = max(((record["date"], name) for name, record in made.values()), default=None)
+    newest = {code_of(record) for name, record in made.values() if (record["date"], name) == last}
+    return {case: "" if code_of(record) in newest else EARLIER for case, (_, record) in made.items()}
+
+
 def problem(row: Row) -> str:
     """A case in words."""
     c = row["case"]
@@ -170,7 +191,7 @@ def speeds(results: Results, names: Iterable[str]) -> Made:
     rows = [row for row in results.of(names) if row["runners"]]
     runners = list(dict.fromkeys(name for row in rows for name in mine(row)))
     runners += [name for name in PEERS if any("burst_us" in theirs(row).get(name, {}) for row in rows)]
-    lines = []
+    lines, old = [], earlier(results, rows)
     for row in rows:
         c = row["case"]
         cells = []
@@ -184,7 +205,7 @@ def speeds(results: Results, names: Iterable[str]) -> Made:
             text += f" ({number(cached)} in L2)" if cached else ""
             cells.append("failed" if "failed" in figures else text)
         ratios = " / ".join(f"{x:.2f}" for x in (ratio(row), ratio(row, "sustained_us")) if x)
-        lines.append([f"{c['direction']}, {c['dtype']}", problem(row), *cells, ratios])
+        lines.append([f"{c['direction']}, {c['dtype']}", problem(row) + old[row["name"]], *cells, ratios])
     return table(["pass", "problem", *runners, "ratio to the best peer"], lines), rows
 
 
@@ -197,12 +218,12 @@ def speeds_of(group: str, direction: str | None = None) -> Maker:
 def readme(results: Results) -> Made:
     """Chosen cases: ours, the best peer, the ratio."""
     rows = [row for row in results.of(README) if has_figures(row)]
-    lines = []
+    lines, old = [], earlier(results, rows)
     for row in rows:
         (a, _), peer = best(mine(row)) or ("", 0), best(theirs(row))
         unit = UNITS["tbytes" if row["case"]["direction"] == "decode" else "tflops"]
         lines.append([
-            f"{row['case']['direction']}, {row['case']['dtype']}", problem(row),
+            f"{row['case']['direction']}, {row['case']['dtype']}", problem(row) + old[row["name"]],
             f"{number(speed(mine(row)[a]))} {unit} ({a})",
             f"{number(speed(theirs(row)[peer[0]]))} ({peer[0]})" if peer else "",
             f"{ratio(row):.2f}" if peer else "",
@@ -351,13 +372,14 @@ def page(text: str, found: dict[str, Results], pictures: dict[str, str]) -> str:
 def _curves(results: Results, direction: str) -> dict[str, Any]:
     """For each head dimension and mask: speed over T of everyone, and the ratio to the best peer."""
     found: dict[str, Any] = {}
-    dtype = "bfloat16"
+    measured = results.of(name for name in GROUPS["grid"] if name.startswith(f"{direction}/bfloat16/"))
+    old = earlier(results, measured)
+    rows = [row for row in measured if not old[row["name"]]]  # a curve is of one state of the code
     for d in sorted({size[0] for size in GRID}):
         for causal in (False, True):
             panel: dict[str, Any] = {"speed": {}, "ratio": []}
-            rows = [row for row in results.of(n for n in GROUPS["grid"] if n.startswith(f"{direction}/{dtype}/d{d}/"))
-                    if row["case"]["causal"] == causal]  # fmt: skip
-            for row in sorted(rows, key=lambda row: row["case"]["Tk"]):
+            panel_rows = [row for row in rows if (row["case"]["d"], row["case"]["causal"]) == (d, causal)]
+            for row in sorted(panel_rows, key=lambda row: row["case"]["Tk"]):
                 T = row["case"]["Tk"]
                 for name, figures in row["runners"].items():
                     value = speed(figures)

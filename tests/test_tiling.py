@@ -512,8 +512,8 @@ def on_warpgroups(**more):
 
 
 @pytest.mark.parametrize("d, dv, shape, buffers, own", [
-    (64, 64, (192, 128), 2, True),
-    (8, 40, (192, 128), 2, True),
+    (64, 64, (256, 64), 2, True),
+    (8, 40, (256, 64), 2, True),
     (128, 128, (128, 128), 2, True),
     (96, 96, (128, 128), 2, True),
     (192, 128, (128, 128), 1, False),
@@ -537,7 +537,7 @@ def test_blocks_of_warpgroups(d, dv, shape, buffers, own):
 
 @pytest.mark.parametrize("more", [dict(), dict(causal=True), dict(window=(3, 5)), dict(ragged=True)])
 def test_short_heads_have_blocks_of_their_own(more):
-    for rows, shape in ((128, (128, 128)), (192, (128, 128)), (193, (256, 64)), (1535, (256, 64)), (1536, (192, 128))):
+    for rows, shape in ((128, (128, 128)), (192, (128, 128)), (193, (256, 64)), (5000, (256, 64))):
         tiles = on_warpgroups(d=64, dv=64, Tq=rows, Tk=rows, B=64, **more)
         assert (tiles.br, tiles.bc) == shape
         constants = dict(tiles.constants)
@@ -548,9 +548,21 @@ def test_short_heads_have_blocks_of_their_own(more):
         assert taken <= (tiles.br // 64 + 1) * entering
 
 
+def test_bands_of_whole_sequences_have_blocks_of_their_own():
+    two, three = (128, 128), (192, 64)
+    for rows, more, shape in (
+        (4096, dict(), two), (4096, dict(causal=True), three), (4096, dict(window=(9, None)), three),
+        (4096, dict(causal=True, ragged=True), two), (4096, dict(causal=True, varlen=True), two),
+        (192, dict(causal=True), two), (193, dict(causal=True), three), (8192, dict(causal=True), three),
+        (8193, dict(causal=True), two),
+    ):  # fmt: skip
+        tiles = on_warpgroups(d=128, dv=128, Tq=rows, Tk=rows, B=64, **more)
+        assert (tiles.br, tiles.bc) == shape
+
+
 def test_what_leaves_more_registers_for_options():
     for option in (dict(alibi=True), dict(softcap=3.0)):
-        assert [on_warpgroups(d=d, dv=d, **option).bc for d in (64, 128, 192, 256)] == [128, 128, 96, 64]
+        assert [on_warpgroups(d=d, dv=d, **option).bc for d in (64, 128, 192, 256)] == [128, 96, 96, 64]
         assert on_warpgroups(**option).br == 128
 
 
@@ -615,12 +627,13 @@ def test_backward_passes_of_16_bits_on_sm_90(dtype):
         slabs = -(-d // 64) + -(-dv // 64)
         assert dict(tiles.constants) == {"STAGES": 3 if slabs <= 6 else 2, "DQ_COLUMNS": 64}
         assert tiles.smem_bytes <= chip("sm_90").on_chip_bytes
+    assert planned(d=128, deterministic=True).family == tiling.WGMMA
     assert planned(varlen=True, sinks=True).family == planned(varlen=True, sinks=True, d=256).family == tiling.WGMMA
     for line in ("barriers", "P and dS in 16, sums in 32 bits", "products by warpgroups (wgmma)"):
         assert line in str(planned())
     others = [
-        dict(d=20), dict(dv=132), dict(d=264), dict(boxes=False), dict(Tq=0), dict(Tk=0), dict(deterministic=True),
-        dict(softcap=3.0), dict(alibi=True), dict(dropout=0.1), dict(bias=(1, 1, 1, 9)), dict(scale=-1.0),
+        dict(d=20), dict(dv=132), dict(d=264), dict(boxes=False), dict(Tq=0), dict(Tk=0),
+        dict(d=136, deterministic=True), dict(softcap=3.0), dict(alibi=True), dict(dropout=0.1), dict(bias=(1, 1, 1, 9)), dict(scale=-1.0),
         dict(sram=1 << 18), dict(algorithm="fa1"), dict(dtype="float32"), dict(arch="sm_100"), dict(arch="sm_80"),
         dict(backend="numba_cuda"),
     ]  # fmt: skip
