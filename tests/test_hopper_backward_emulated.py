@@ -134,11 +134,12 @@ def test_orders_of_threads(name, dtype, device, taken):
 
 
 @pytest.mark.parametrize("name", [
-    "one tile, d = 64", "many steps", "d < dv", "causal", "causal, d = 128", "causal, heads in turn", "offsets", "window", "window, d = 128",
-    "window of one key", "groups", "lengths", "lengths, causal", "nothing visible", "packed", "packed, window, sinks", "packed, offsets",
-])
+    "one tile, d = 64", "many steps", "d < dv", "causal", "causal, d = 128", "causal, heads in turn", "offsets",
+    "window", "window, d = 128", "window of one key", "groups", "lengths", "lengths, causal", "nothing visible",
+    "packed", "packed, window, sinks", "packed, offsets",
+])  # fmt: skip
 def test_deterministic(name, monkeypatch, taken):
-    """Blocks of threads add to dQ in turn, those with the first keys first: a wrong turn would be waited for for ever."""
+    """Blocks of threads add to dQ in turn, those with the first keys first: a wrong turn would be waited for."""
     emulator.install(monkeypatch, backwards=False)
     options = (CALLS | PACKED)[name] | {"deterministic": True}
     case = prepared(options, DTYPES[len(name) % 2])
@@ -245,7 +246,8 @@ BROKEN = {
     "dQ is read early": ("one tile", "await_products<1>();  // dV, dQ", "await_products<2>();"),
     "delta is left out": ("one tile", "BR + y] = delta[n];", "BR + y] = 0.0f;"),
     "lse is in other units": ("one tile", "lse[n] * LOG2E;", "lse[n];"),
-    "heads of a group share a block of sums": ("groups", "block = first_block(call, work.b, h,", "block = first_block(call, work.b, 0,"),
+    "heads of a group share a block of sums": (
+        "groups", "block = first_block(call, work.b, h,", "block = first_block(call, work.b, 0,"),
     "dQ is not fenced": ("one tile", "fence_shared();\n            arrive_as", "arrive_as"),
     "dQ is added before it is there": ("one tile", "await(barriers + DQ_THERE, parity);", ""),
     "dQ is given back before it was read": ("many steps", "await_stores_read<0>();\n        arrive(", "arrive("),
