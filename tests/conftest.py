@@ -30,18 +30,28 @@ settings.register_profile("thorough", max_examples=max(500, EXAMPLES), **_COMMON
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE") or ("ci" if os.environ.get("CI") else "default"))
 
 
+def pytest_addoption(parser):
+    parser.addoption("--gpu-part", type=gpu_record.part_named, metavar="N/OF",
+                     help="with -m gpu: run the N-th of OF parts of the tests; see gpu_record.py")  # fmt: skip
+
+
 def pytest_configure(config):
     """Of several processes of ``pytest -m gpu -n N`` each has another GPU first, and the others behind it."""
+    if config.option.gpu_part and config.option.markexpr != "gpu":
+        raise pytest.UsageError("--gpu-part is for -m gpu")
     worker, gpus = os.environ.get("PYTEST_XDIST_WORKER", ""), len(list(Path("/dev").glob("nvidia[0-9]*")))
     if config.option.markexpr == "gpu" and worker and gpus > 1 and "CUDA_VISIBLE_DEVICES" not in os.environ:
         first = int(worker.removeprefix("gw"))
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(str((first + n) % gpus) for n in range(gpus))
 
 
+@pytest.hookimpl(trylast=True)  # a part is one of the tests that -m has left
 def pytest_collection_modifyitems(config, items):
     """GPU tests of numba_cuda come first: they compile for minutes, and with ``--maxschedchunk 1`` none begins late."""
     if config.option.markexpr == "gpu":
         items.sort(key=lambda item: "test_gpu_numba" not in item.nodeid)
+    if config.option.gpu_part:
+        gpu_record.take_part(config, items)
 
 
 def pytest_terminal_summary(terminalreporter, exitstatus, config):
