@@ -518,12 +518,13 @@ def test_backward_products_of_warpgroups_overlap(dtype, d, options, tmp_path):
     file.write_bytes(cubin)
     code = subprocess.run([tool, "-c", file], capture_output=True, text=True, check=True, timeout=120).stdout
     code = code[code.index(".text.fa2_backward_keys") :]
-    code = re.findall(r"(HGMMA|WARPGROUP\.DEPBAR|MUFU\.EX2|LDL|STL|REDG|EXIT)\b", code)
+    code = re.findall(r"(HGMMA|WARPGROUP\.DEPBAR|MUFU\.EX2|LDL|STL|REDG|UBLKRED|EXIT)\b", code)
     found = Counter(code)
     br, bc = (128, 128) if d == 64 else (64, 128)
     # S and dP are sums over d, dQ over keys, dK and dV over rows; dP has 64 rows at a time
     assert found["HGMMA"] == d // 16 * (1 + br // 64) + bc // 16 + 2 * br // 16
-    assert not found["LDL"] and not found["STL"] and found["REDG"] == 8
+    # One addition in bulk for all of dQ of a step, none by the threads that compute
+    assert (found["LDL"], found["STL"], found["REDG"], found["UBLKRED"]) == (0, 0, 0, 1)
     first = code.index("WARPGROUP.DEPBAR")
     under_way = code[first + 1 : code.index("WARPGROUP.DEPBAR", first + 1)]
     assert Counter(under_way)["MUFU.EX2"] == 32

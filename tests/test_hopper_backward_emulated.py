@@ -244,7 +244,7 @@ BROKEN = {
     "Q is given back early": ("many steps", "await_products<0>();  // dK, whose factor dS is in registers\n", ""),
     "dP is read early": ("one tile", "await_products<0>();  // dP\n", "\n"),
     "dQ is read early": ("one tile", "await_products<1>();  // dV, dQ", "await_products<2>();"),
-    "delta is left out": ("one tile", "BR + y] = delta[n];", "BR + y] = 0.0f;"),
+    "delta is left out": ("one tile", "[at] = delta[n];", "[at] = 0.0f;"),
     "lse is in other units": ("one tile", "lse[n] * LOG2E;", "lse[n];"),
     "heads of a group share a block of sums": (
         "groups", "block = first_block(call, work.b, h,", "block = first_block(call, work.b, 0,"),

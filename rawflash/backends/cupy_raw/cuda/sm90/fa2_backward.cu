@@ -84,22 +84,27 @@ __device__ __forceinline__ void copy_all(const MappedCall& argument, const Work&
             copy_slabs<BR, TO_V>(on_chip + AT_DO + to.stage * BR * TO_V * 2, argument.map[MAP_DO], o_there, work.q_start + i0, h, work.slot);
         }
 
-        // lse in units of exp2, and delta. A row that sees nothing has P = 0, and one that does not exist.
-        float lse[BR / COPYING], delta[BR / COPYING];
+        // lse in units of exp2, and delta. A row that sees nothing has P = 0, and one that does not exist. All rows of a thread are asked for before
+        // any is awaited, but for packed sequences, whose places take the registers for it.
+        constexpr int AT_ONCE = PACKED ? 1 : BR / COPYING;
 #pragma unroll
-        for (int n = 0; n < BR / COPYING; n++) {
-            const int i = i0 + n * COPYING + thread;
-            lse[n] = -INFINITE, delta[n] = 0.0f;
-            if (i < work.q_length) {
-                lse[n] = *row_of(call.lse, work.slot, h, work.q_start + i);
-                delta[n] = *row_of(call.delta, work.slot, h, work.q_start + i);
+        for (int from = 0; from < BR; from += AT_ONCE * COPYING) {
+            float lse[AT_ONCE], delta[AT_ONCE];
+#pragma unroll
+            for (int n = 0; n < AT_ONCE; n++) {
+                const int i = i0 + from + n * COPYING + thread;
+                lse[n] = -INFINITE, delta[n] = 0.0f;
+                if (i < work.q_length) {
+                    lse[n] = *row_of(call.lse, work.slot, h, work.q_start + i);
+                    delta[n] = *row_of(call.delta, work.slot, h, work.q_start + i);
+                }
             }
-        }
 #pragma unroll
-        for (int n = 0; n < BR / COPYING; n++) {
-            const int y = n * COPYING + thread;
-            ((float*)(on_chip + AT_LSE))[to.stage * BR + y] = lse[n] == -INFINITE ? INFINITE : lse[n] * LOG2E;
-            ((float*)(on_chip + AT_DELTA))[to.stage * BR + y] = delta[n];
+            for (int n = 0; n < AT_ONCE; n++) {
+                const int at = to.stage * BR + from + n * COPYING + thread;
+                ((float*)(on_chip + AT_LSE))[at] = lse[n] == -INFINITE ? INFINITE : lse[n] * LOG2E;
+                ((float*)(on_chip + AT_DELTA))[at] = delta[n];
+            }
         }
         arrive(o_there);
 
@@ -124,6 +129,7 @@ __device__ __forceinline__ void add_all(const Call& call, const Work& work, cons
 {
     constexpr int BYTES = (BY_KEYS ? 1 : COMPUTING) * PATCH * 4;
     int h = work.h * ((int)call.Hq / (int)call.Hkv), i0 = first_rows(work), parity = 0;
+#pragma unroll 1
     for (int steps = work.steps; steps > 0; steps--, parity ^= 1) {
         const long long block = first_block(call, work.b, h, work.q_start) + i0 / BR;
         if constexpr (DETERMINISTIC)
