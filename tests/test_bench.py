@@ -632,6 +632,31 @@ def test_newest_row_of_one_device(root):
     assert found.device == "NVIDIA B200" and list(found.rows) == [name]
 
 
+def test_newer_code_beside_fewer_peers_takes_the_place_of_older(root):
+    """Of one state of the code the row that says more stays; of newer code any that has a ratio. Tables tell them."""
+    folder, (name, other) = root / "bench" / "results", ("forward/bfloat16/d128/T4096", "forward/bfloat16/d64/T4096")
+    synthetic(folder, date="2026-01-02", names=[name, other])
+
+    def again(source, date, peers):
+        path = synthetic(folder, date=date, names=[name])
+        made = record.read(path)
+        (row,) = made["rows"]
+        row["runners"] = {who: row["runners"][who] for who in ("cupy_raw", *peers)}
+        record.write(path, made | {"source_sha256": source})
+        return report.load(folder)["gpu"]
+
+    assert again("0", "2026-01-03", ["fa4"]).rows[name]["date"] == "2026-01-02"  # says less of the same code
+    assert again("1", "2026-01-04", []).rows[name]["date"] == "2026-01-02"  # beside nobody
+    found = again("1", "2026-01-05", ["fa4"])
+    assert found.rows[name]["date"] == "2026-01-05"
+    old = report.earlier(found, found.of([name, other]))
+    assert old == {name: "", other: report.EARLIER}
+    text, _ = report.speeds(found, [name, other])
+    assert [report.EARLIER in line for line in text.splitlines()[2:]] == [False, True]
+    panels = report.plots(report.load(folder))["forward-bfloat16"][2]["panels"]
+    assert list(panels) == ["d = 128, full"]  # a curve is of one state of the code
+
+
 def test_ratio_is_of_the_best_of_each():
     row = {"runners": {"cupy_raw": {"burst_us": [9, 10, 11]}, "numba_cuda": {"burst_us": [1, 4, 5]},
                        "fa4": {"burst_us": [1, 2, 3]}, "torch-cudnn": {"burst_us": [1, 3, 3]}}}  # fmt: skip

@@ -149,8 +149,12 @@ def test_deterministic(name, monkeypatch, taken):
 
 @pytest.mark.parametrize("view", ["transposed", "sliced", "broadcast", "fortran"])
 def test_strides(view, device_by_name, taken):
+    check_strides(view, taken)
+
+
+def check_strides(view, taken, d=64):
     """Those that maps can describe go by maps; the others go another way, or are copied."""
-    case = make(B=2, Hq=2, Tq=100, Tk=70, d=64, dtype="bfloat16", causal=True)
+    case = make(B=2, Hq=2, Tq=100, Tk=70, d=d, dtype="bfloat16", causal=True)
     for name in ("q", "k", "v", "dout"):
         setattr(case, name, restride(getattr(case, name), view))
     check(case, case.reference())
@@ -167,8 +171,12 @@ def test_layout(dtype, device_by_name, taken):
 
 
 def test_a_row_that_sees_a_nan_is_nan(device_by_name, taken):
+    check_rows_that_see_a_nan(taken)
+
+
+def check_rows_that_see_a_nan(taken, d=64, dtype="bfloat16"):
     """Of causal rows, with a NaN in a key that the last of them see; others may be, if they share a tile with it."""
-    case = on_device(make(B=1, Hq=1, Tq=150, d=64, dtype="bfloat16", causal=True))
+    case = on_device(make(B=1, Hq=1, Tq=150, d=d, dtype=dtype, causal=True))
     case.dlse = None
     clean = [np.asarray(g).astype(np.float64) for g in case.backward(*case.forward())]
     case.k[..., 140, 5] = np.nan
@@ -179,9 +187,9 @@ def test_a_row_that_sees_a_nan_is_nan(device_by_name, taken):
     assert taken
 
 
-def overflowing():
+def overflowing(d=64):
     """A key whose dP overflows in all rows that do not see it; those that do have dO = 0."""
-    case = make(B=1, Hq=2, Tq=150, d=64, dtype="bfloat16", causal=True)
+    case = make(B=1, Hq=2, Tq=150, d=d, dtype="bfloat16", causal=True)
     case.v[..., 139, :] = 3e38
     case.dout[..., :139, :] *= np.asarray(10, case.dout.dtype)
     case.dout[..., 139:, :] = 0
@@ -190,16 +198,23 @@ def overflowing():
 
 
 def test_what_overflows_is_hidden_where_it_is_not_seen(device_by_name, taken):
-    case = overflowing()
-    moved = on_device(case)
+    check_what_overflows(taken)
+
+
+def check_what_overflows(taken, d=64):
+    moved = on_device(overflowing(d))
     for gradient in moved.backward(*moved.forward()):
         assert np.isfinite(np.asarray(gradient).astype(np.float64)).all()
     assert taken
 
 
 def test_two_calls_do_not_add_up(device_by_name):
+    check_two_calls()
+
+
+def check_two_calls(d=64):
     """The sums of dQ begin at 0 each time."""
-    case = make(B=1, Hq=1, Tq=70, d=64, dtype="float16")
+    case = make(B=1, Hq=1, Tq=70, d=d, dtype="float16")
     reference, moved = case.reference(), on_device(case)
     out, lse = moved.forward()
     for _ in range(2):
@@ -208,9 +223,13 @@ def test_two_calls_do_not_add_up(device_by_name):
 
 
 def test_sections_of_heads(monkeypatch, device_by_name, taken):
+    check_sections(monkeypatch, taken, Tk=300, d=64, nbytes=1 << 19)
+
+
+def check_sections(monkeypatch, taken, Tk, d, nbytes):
     """More heads than L2 can hold: the last section has fewer of them."""
-    case = make(B=3, Hq=2, Tq=40, Tk=300, d=64, dtype="bfloat16", causal=True)
-    monkeypatch.setattr(fa2_backward, "SECTION_BYTES", 1 << 19)
+    case = make(B=3, Hq=2, Tq=40, Tk=Tk, d=d, dtype="bfloat16", causal=True)
+    monkeypatch.setattr(fa2_backward, "SECTION_BYTES", nbytes)
     sections = []
     section = fa2_backward._section
     monkeypatch.setattr(fa2_backward, "_section", lambda problem: sections.append(section(problem)) or sections[-1])

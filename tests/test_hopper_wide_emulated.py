@@ -6,11 +6,8 @@ import emulator
 import numpy as np
 import pytest
 import test_hopper_backward_emulated as narrow
-from strategies import restride
-from test_cupy_raw_emulated import on_device
 from test_forward import make, normal
 from test_hopper_backward_emulated import check, prepared
-from tolerances import assert_close
 
 import rawflash as rf
 from rawflash.backends.cupy_raw import compile, fa2_backward, launch
@@ -113,12 +110,7 @@ def test_orders_of_threads(name, dtype, device, taken):
 
 @pytest.mark.parametrize("view", ["transposed", "sliced", "broadcast", "fortran"])
 def test_strides(view, device_by_name, taken):
-    """Those that maps can describe go by maps; the others go another way, or are copied."""
-    case = make(B=2, Hq=2, Tq=100, Tk=70, d=192, dtype="bfloat16", causal=True)
-    for name in ("q", "k", "v", "dout"):
-        setattr(case, name, restride(getattr(case, name), view))
-    check(case, case.reference())
-    assert bool(taken) == (view in ("transposed", "fortran"))
+    narrow.check_strides(view, taken, d=192)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -132,50 +124,19 @@ def test_layout(dtype, device_by_name, taken):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_row_that_sees_a_nan_is_nan(dtype, device_by_name, taken):
-    """Of causal rows, with a NaN in a key that the last of them see; others may be, if they share a tile with it."""
-    case = on_device(make(B=1, Hq=1, Tq=150, d=256, dtype=dtype, causal=True))
-    case.dlse = None
-    clean = [np.asarray(g).astype(np.float64) for g in case.backward(*case.forward())]
-    case.k[..., 140, 5] = np.nan
-    dq, dk, dv = (np.asarray(g).astype(np.float64) for g in case.backward(*case.forward()))
-    assert np.isnan(dq[..., 140:, :]).all()
-    np.testing.assert_allclose(dq[..., :128, :], clean[0][..., :128, :], rtol=1e-2, atol=1e-3)
-    assert np.isnan(dk[..., :141, :]).all() and np.isnan(dv[..., :141, :]).all()
-    assert taken
+    narrow.check_rows_that_see_a_nan(taken, d=256, dtype=dtype)
 
 
 def test_what_overflows_is_hidden_where_it_is_not_seen(device_by_name, taken):
-    """A key whose dP overflows in all rows that do not see it; those that do have dO = 0."""
-    case = make(B=1, Hq=2, Tq=150, d=192, dtype="bfloat16", causal=True)
-    case.v[..., 139, :] = 3e38
-    case.dout[..., :139, :] *= np.asarray(10, case.dout.dtype)
-    case.dout[..., 139:, :] = 0
-    case.dlse = None
-    moved = on_device(case)
-    for gradient in moved.backward(*moved.forward()):
-        assert np.isfinite(np.asarray(gradient).astype(np.float64)).all()
-    assert taken
+    narrow.check_what_overflows(taken, d=192)
 
 
 def test_two_calls_do_not_add_up(device_by_name):
-    """The sums of dQ begin at 0 each time."""
-    case = make(B=1, Hq=1, Tq=70, d=256, dtype="float16")
-    reference, moved = case.reference(), on_device(case)
-    out, lse = moved.forward()
-    for _ in range(2):
-        for name, gradient in zip(case.wrt, moved.backward(out, lse), strict=True):
-            assert_close("d" + name, np.asarray(gradient), reference)
+    narrow.check_two_calls(d=256)
 
 
 def test_sections_of_heads(monkeypatch, device_by_name, taken):
-    """More heads than L2 can hold: the last section has fewer of them."""
-    case = make(B=3, Hq=2, Tq=40, Tk=200, d=192, dtype="bfloat16", causal=True)
-    monkeypatch.setattr(fa2_backward, "SECTION_BYTES", 1 << 20)
-    sections = []
-    section = fa2_backward._section
-    monkeypatch.setattr(fa2_backward, "_section", lambda problem: sections.append(section(problem)) or sections[-1])
-    check(case, case.reference())
-    assert taken and 1 < sections[0] < 6 and 6 % sections[0]
+    narrow.check_sections(monkeypatch, taken, Tk=200, d=192, nbytes=1 << 20)
 
 
 @pytest.mark.parametrize("overlap", ["true", "false"])
