@@ -1,0 +1,1100 @@
+"""Do the kernels for Hopper give right results always, and how exact are they? On a GPU; writes a record.
+
+    python -m bench.reliability --record OUT.json                    # all of it, some minutes
+    python -m bench.reliability --record OUT.json --part forward repeats
+    python -m bench.reliability --only backward/17                   # one job again, as its name is in the record
+
+The parts:
+
+* ``forward``, ``backward``: random shapes in sets of constants, each of which a kernel is compiled for. Results are
+  compared with the dense formula in float64 on the GPU (:mod:`bench.dense`), by the contract's own bound (section 6):
+  a ratio above 1 is a failure. Some calls are compared with the NumPy oracle, too.
+* ``repeats``: the same call thousands of times: bits, or where the order of additions is not fixed the bound.
+* ``graphs``: forward and backward pass of a call in one CUDA graph, replayed with new numbers.
+* ``accuracy``: scores that are made to be hard for a maximum that stays, beside the loop that follows the maximum and
+  cuDNN, on some rows of up to 65,536; ``gradients``: all gradients beside cuDNN's.
+* ``redo``: what a call takes of which no piece, one or every piece is done again. By itself, after all others.
+
+Jobs are shared out to processes on one GPU. Exit status: 0; 1 if something failed or was not run; 2 when the call makes
+no sense; 3 when no job has ended for ``--limit`` seconds, which is what a deadlock looks like.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import math
+import multiprocessing
+import os
+import sys
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+
+from bench import dense, record
+
+SCHEMA = "rawflash-reliability-1"
+PARTS = ("forward", "backward", "repeats", "graphs", "accuracy", "gradients", "redo")
+EXIT_FAILED, EXIT_USAGE, EXIT_STUCK = 1, 2, 3
+SETS = {"forward": 72, "backward": 64}  # of constants
+SHAPES = {"forward": 32, "backward": 34}  # of each
+ORACLE_EVERY = 4  # of every fourth set one call is compared with the NumPy oracle, too
+PROCESSES = 12
+TEXT = 300  # characters of an error
+BY_CUDNN = 1.5  # the largest error may be that of cuDNN's
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Where:
+    """Device of the arrays and backend of the calls; None: who takes them."""
+
+    device: str = "cuda"
+    backend: str | None = None
+
+    def options(self) -> dict[str, Any]:
+        return {} if self.backend is None else {"backend": self.backend}
+
+
+@dataclass(frozen=True)
+class Job:
+    """Something to do in any process: a function of this module, and what it is given."""
+
+    name: str
+    function: str
+    given: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def part(self) -> str:
+        return self.name.partition("/")[0]
+
+
+# ---- random calls --------------------------------------------------------------------------------------------
+
+HEADS = {  # d and dv; the first ones more often
+    "forward": ((64, 64), (128, 128), (64, 64), (128, 128), (96, 96), (192, 128), (256, 256), (8, 200), (128, 64),
+                (64, 128), (192, 192), (32, 32), (256, 64), (40, 72), (16, 8), (72, 248)),
+    "backward": ((64, 64), (128, 128), (64, 64), (128, 128), (96, 96), (64, 128), (128, 64), (32, 32), (256, 256),
+                 (192, 128), (8, 120), (72, 40), (192, 192), (64, 256), (256, 136), (16, 8)),
+}  # fmt: skip
+ROWS = {"long": (193, 600), "short": (17, 192), "few": (1, 16)}  # by which the forward pass has other kernels
+EDGES = (1, 17, 63, 64, 65, 127, 128, 129, 191, 192, 193, 255, 256, 257, 320, 383, 384, 448, 511, 512, 513, 576)
+BANDS = ("none", "causal", "causal", "window", "left", "right", "causal window")
+VIEWS = ("plain", "bthd", "turned", "wide")  # in memory (B, H, T, d) or (B, T, H, d); rows with more columns
+SIZES = (1.0, 1.0, 1.0, 4.0, 30.0)  # of the queries
+MOST_HEADS = 8  # of all sequences together, which bounds what the reference takes
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What calls of one set have in common: all that the text of a kernel depends on."""
+
+    part: str
+    number: int
+    dtype: str
+    d: int
+    dv: int
+    rows: str
+    packed: bool
+    lengths: bool
+    band: str
+    softcap: bool
+    alibi: bool
+    sinks: str  # their dtype, or ""
+    dlse: bool
+    deterministic: bool
+
+    @property
+    def name(self) -> str:
+        return f"{self.part}/{self.number}"
+
+
+@dataclass
+class Drawn:
+    """One call, but for its numbers."""
+
+    kind: Kind
+    number: int
+    seed: int
+    B: int
+    Hkv: int
+    group: int
+    Tq: int
+    Tk: int
+    options: dict[str, Any]
+    cu_seqlens: tuple[list[int], list[int]] | None
+    view: str
+    size: float
+    uneven: float  # by which the numbers of some keys are multiplied
+    poisoned: bool
+    on_device: bool  # lengths, offsets and starts
+
+    def words(self) -> str:
+        """To read in a list of failures."""
+        k, shown = self.kind, {n: np.asarray(x).tolist() for n, x in self.options.items() if x is not None}
+        shown |= {"cu_seqlens": self.cu_seqlens} if self.cu_seqlens else {}
+        flags = [name for name in ("softcap", "alibi", "dlse", "deterministic") if getattr(k, name)]
+        flags += [f"sinks {k.sinks}"] * bool(k.sinks) + ["poisoned"] * self.poisoned + ["tables"] * self.on_device
+        return (f"{k.dtype} B{self.B} H{self.Hkv * self.group}/{self.Hkv} T{self.Tq}x{self.Tk} d{k.d} dv{k.dv} {k.band} "
+                f"{' '.join(flags)} {shown} {self.view}, q times {self.size}, keys times {self.uneven}")  # fmt: skip
+
+
+def kinds(part: str, seed: int, count: int | None = None) -> list[Kind]:
+    """The sets of constants of a part, in which head dimensions and dtypes take turns."""
+    backward, found = part == "backward", []
+    for n in range(SETS[part] if count is None else count):
+        rng = np.random.default_rng([seed, backward, n])
+
+        def some(share: float, rng: np.random.Generator = rng) -> bool:
+            return bool(rng.random() < share)
+
+        dtype = ("bfloat16", "float16")[n % 2]
+        d, dv = HEADS[part][n // 2 % len(HEADS[part])]
+        packed = some(0.25)
+        rows = ("long", "short", "few")[int(rng.choice(3, p=(0.5, 0.3, 0.2) if backward else (0.6, 0.4, 0.0)))]
+        found.append(Kind(
+            part, n, dtype, d, dv, rows, packed, not packed and some(0.35), str(rng.choice(BANDS)),
+            some(0.2) and not backward, some(0.2) and not backward,
+            (dtype, "float32")[int(some(0.5))] if some(0.3) else "", backward and some(0.3),
+            some(0.3) and backward and max(d, dv) <= 128,
+        ))  # fmt: skip
+    return found
+
+
+def draw(kind: Kind, number: int, seed: int) -> Drawn:
+    """The same call for the same numbers."""
+    rng = np.random.default_rng([seed, kind.part == "backward", kind.number, 1 + number])
+
+    def length(low: int, high: int) -> int:
+        edges = [n for n in EDGES if low <= n <= high]
+        return int(rng.choice(edges)) if edges and rng.random() < 0.5 else int(rng.integers(low, high + 1))
+
+    sequences = int(rng.integers(1, 5)) if kind.packed else int(rng.choice([1, 1, 2, 3]))
+    B = 1 if kind.packed else sequences
+    Hkv, group = int(rng.choice([1, 1, 2, 3])), int(rng.choice([1, 1, 2, 4]))
+    Hkv, group = (Hkv, group) if B * Hkv * group <= MOST_HEADS else (1, min(group, MOST_HEADS // B))
+    low, high = ROWS[kind.rows]
+    Tq, Tk = length(low, high), length(1, 600)
+    if rng.random() < 0.2:
+        Tk = Tq
+    options: dict[str, Any] = {}
+    cu = None
+    if kind.packed:
+        cu = _starts(rng, sequences, Tq), _starts(rng, sequences, Tk)
+    if kind.lengths:
+        which = rng.integers(1, 4)  # of queries, of keys, of both
+        for bit, name, longest in ((1, "q_lengths", Tq), (2, "kv_lengths", Tk)):
+            if which & bit:
+                drawn = rng.integers(0, longest + 1, B)
+                options[name] = np.where(rng.random(B) < 0.2, rng.choice([0, longest], B), drawn)
+    if "causal" in kind.band:
+        options["causal"] = True
+    if kind.band in ("window", "left", "right", "causal window"):
+        left, right = (int(rng.choice([0, 3, int(rng.integers(1, 300)), 128])) for _ in range(2))
+        options["window"] = None if kind.band == "right" else left, None if kind.band == "left" else right
+    if kind.band != "none" or kind.alibi:
+        far = [0, Tk - Tq, -1000, 1000, int(rng.integers(-Tq - 2, Tk + 3))]
+        how = rng.integers(4)
+        if how == 1:
+            options["q_offset"] = int(rng.choice(far))
+        elif how == 2:
+            options["q_offset"] = rng.integers(-Tq - 2, Tk + 3, sequences)
+    if kind.softcap:
+        options["softcap"] = float(rng.choice([0.5, 5.0, 30.0]))
+    if rng.random() < 0.2:
+        options["scale"] = float(rng.choice([1.0, 0.3, 0.05]))
+    uneven = float(rng.choice([1.0, 1.0, 1.0, 10.0, 40.0]))
+    return Drawn(
+        kind, number, int(rng.integers(2**31)), B, Hkv, group, Tq, Tk, options, cu, str(rng.choice(VIEWS)),
+        float(rng.choice(SIZES)), uneven, bool(rng.random() < 0.7), bool(rng.random() < 0.5),
+    )  # fmt: skip
+
+
+def _starts(rng: np.random.Generator, sequences: int, rows: int) -> list[int]:
+    """Where sequences begin and the last one ends; rows before and after them are padding, some have none."""
+    return [int(n) for n in np.sort(rng.integers(0, rows + 1, sequences + 1))]
+
+
+@dataclass
+class Made:
+    """A drawn call with its numbers: what is passed, and what the reference is given."""
+
+    arrays: dict[str, Any]
+    options: dict[str, Any]
+    cu_seqlens: tuple[Any, Any] | None
+    clean: dense.Call
+    dlse: Any
+    empty_rows: Any
+
+    def axes(self, a: Any) -> Any:
+        """A result as ``(B, H, T, ...)``."""
+        if self.cu_seqlens is not None:
+            a = a[None]
+        return a.transpose(1, 2) if self.options.get("layout") == "bthd" and a.ndim == 4 else a
+
+
+def positions(x: Drawn) -> tuple[np.ndarray, ...]:
+    """For each row, then each key, ``(B, T)``: its sequence, below 0 in padding, and its place on the key axis."""
+    found = []
+    if x.cu_seqlens is not None:
+        starts = [np.asarray(cu) for cu in x.cu_seqlens]
+        counts = [np.diff(cu) for cu in starts]
+        offsets = np.broadcast_to(x.options.get("q_offset", counts[1] - counts[0]), counts[0].shape)
+        for cu, shift, padding, T in ((starts[0], offsets, -1, x.Tq), (starts[1], offsets * 0, -2, x.Tk)):
+            sequence, place = np.full((1, T), padding), np.zeros((1, T), np.int64)
+            for n, (first, last) in enumerate(zip(cu[:-1], cu[1:], strict=True)):
+                sequence[0, first:last] = n
+                place[0, first:last] = np.arange(last - first) + shift[n]
+            found += [sequence, place]
+        return tuple(found)
+    of_q = np.broadcast_to(x.options.get("q_lengths", x.Tq), x.B)
+    of_k = np.broadcast_to(x.options.get("kv_lengths", x.Tk), x.B)
+    offsets = np.broadcast_to(x.options.get("q_offset", of_k - of_q), x.B)
+    for lengths, shift, padding, T in ((of_q, offsets, -1, x.Tq), (of_k, offsets * 0, -2, x.Tk)):
+        t = np.broadcast_to(np.arange(T), (x.B, T))
+        found += [np.where(t < lengths[:, None], np.arange(x.B)[:, None], padding), t + shift[:, None]]
+    return tuple(found)
+
+
+def make(x: Drawn, where: Where) -> Made:
+    """The numbers of a call, from its seed."""
+    import torch
+
+    k, options = x.kind, dict(x.options)
+    generator = torch.Generator(where.device).manual_seed(x.seed)
+    dtype = getattr(torch, k.dtype)
+
+    def normal(*shape: int, dtype: Any = dtype, size: float = 1.0) -> Any:
+        drawn = torch.randn(shape, generator=generator, device=where.device)
+        return (drawn * size).to(dtype)
+
+    def moved(a: Any) -> Any:
+        return torch.as_tensor(np.asarray(a), device=where.device)
+
+    Hq = x.Hkv * x.group
+    q, keys = normal(x.B, Hq, x.Tq, k.d, size=x.size), normal(x.B, x.Hkv, x.Tk, k.d)
+    if x.uneven != 1.0:  # half of the keys, or one, far from the others
+        half = slice(0, x.Tk // 2) if x.seed % 3 == 0 else slice(x.Tk // 2, None) if x.seed % 3 == 1 else slice(0, 1)
+        keys[:, :, half] *= x.uneven
+    v, dout = normal(x.B, x.Hkv, x.Tk, k.dv), normal(x.B, Hq, x.Tq, k.dv)
+    row_of, row_at, key_of, key_at = (moved(a) for a in positions(x))
+    rows, apart = (row_of >= 0)[:, None], (row_at[:, None, :, None] - key_at[:, None, None, :])
+    visible = row_of[:, None, :, None] == key_of[:, None, None, :]
+    left, right = x.options.get("window", (None, None))
+    right = 0 if x.options.get("causal") and right is None else right
+    if x.options.get("causal"):
+        visible = visible & (apart >= 0)
+    if left is not None:
+        visible = visible & (apart <= left)
+    if right is not None:
+        visible = visible & (apart >= -right)
+    clean = dense.Call(q, keys, v, visible, rows, softcap=options.get("softcap"), scale=options.get("scale"))
+    empty_rows = (rows & ~visible.any(-1)).any()
+    if k.sinks:
+        options["sinks"] = clean.sinks = normal(Hq, dtype=getattr(torch, k.sinks), size=2.0)
+    if k.alibi:
+        slopes = torch.rand(Hq, generator=generator, device=where.device)
+        options["alibi_slopes"], clean.slopes, clean.distance = slopes, slopes[:, None, None], apart.abs()
+    dlse = None
+    if k.part == "backward":
+        clean.dout = dout
+        if k.dlse:
+            clean.dlse = dlse = normal(x.B, Hq, x.Tq, dtype=torch.float32)
+        if k.deterministic:
+            options["deterministic"] = True
+    passed = {"q": q, "k": keys, "v": v, "dout": dout}
+    if x.poisoned:
+        padding = {"q": ~rows, "k": key_of[:, None] < 0, "v": key_of[:, None] < 0, "dout": ~rows}
+        passed = {name: a.masked_fill(padding[name][..., None], math.nan) for name, a in passed.items()}
+    passed = {name: _laid(a, x.view) for name, a in passed.items()}
+    if x.view == "bthd":
+        options["layout"] = "bthd"
+    cu: tuple[Any, Any] | None = x.cu_seqlens
+    if cu is not None:
+        passed = {name: a[0] for name, a in passed.items()}
+        dlse = None if dlse is None else dlse[0]
+    if x.on_device:
+        for name in ("q_lengths", "kv_lengths", "q_offset"):
+            if isinstance(options.get(name), np.ndarray):
+                options[name] = moved(options[name])
+        cu = None if cu is None else (moved(cu[0]), moved(cu[1]))
+    return Made(passed, options | where.options(), cu, clean, dlse, empty_rows)
+
+
+def _laid(a: Any, view: str) -> Any:
+    """The same numbers in other memory; what lies between them is NaN."""
+    if view == "wide":
+        home = a.new_full((*a.shape[:-1], a.shape[-1] + 8), math.nan)
+        home[..., : a.shape[-1]] = a
+        return home[..., : a.shape[-1]]
+    if view == "plain":
+        return a
+    turned = a.transpose(1, 2).contiguous()
+    return turned if view == "bthd" else turned.transpose(1, 2)
+
+
+def served(made: Made, direction: str) -> str:
+    """Which kernel has a call, as its plan says."""
+    import rawflash as rf
+
+    cu = {} if made.cu_seqlens is None else dict(zip(("cu_seqlens_q", "cu_seqlens_k"), made.cu_seqlens, strict=True))
+    a = made.arrays
+    plan = rf.explain(a["q"], a["k"], a["v"], direction, **cu, **made.options)
+    return f"{plan.kernel}, {plan.tiles.family}"
+
+
+def call(made: Made, backward: bool) -> dict[str, Any]:
+    """Results of a call, by name."""
+    import rawflash as rf
+
+    q, k, v, dout = (made.arrays[name] for name in ("q", "k", "v", "dout"))
+    cu, options = made.cu_seqlens, made.options
+    forward = {name: value for name, value in options.items() if name != "deterministic"}
+    if cu is None:
+        out, lse = rf.attention(q, k, v, return_lse=True, **forward)
+    else:
+        out, lse = rf.attention_varlen(q, k, v, *cu, return_lse=True, **forward)
+    found = {"out": out, "lse": lse}
+    if backward:
+        wrt = ("q", "k", "v", "sinks") if "sinks" in options else ("q", "k", "v")
+        more = options | {"dlse": made.dlse, "wrt": wrt}
+        if cu is None:
+            grads = rf.attention_backward(dout, q, k, v, out, lse, **more)
+        else:
+            grads = rf.attention_varlen_backward(dout, q, k, v, out, lse, *cu, **more)
+        found |= {"d" + name: gradient for name, gradient in zip(wrt, grads, strict=True)}
+    return found
+
+
+def ratios(made: Made, results: dict[str, Any], expected: dict[str, tuple[Any, Any]]) -> dict[str, Any]:
+    """Ratio of error to allowed error of each result, on the device."""
+    dtypes, found = made.clean.dtypes(), {}
+    for name, (exact, allowed) in expected.items():
+        if results[name].dtype != dtypes[name]:
+            raise ValueError(f"{name} is {results[name].dtype}; expected {dtypes[name]}")
+        found[name] = dense.ratio(made.axes(results[name]), exact, allowed)
+    return found
+
+
+def of_oracle(x: Drawn, made: Made, results: dict[str, Any], expected: dict[str, tuple[Any, Any]]) -> Row:
+    """The same results held against the NumPy oracle, and how far the two references are apart."""
+    from rawflash.accuracy import error_ratio
+    from rawflash.accuracy import reference as numpy_reference
+
+    def host(a: Any) -> Any:
+        return a.float().cpu().numpy() if hasattr(a, "cpu") else a
+
+    clean = made.clean
+    arrays = {name: host(a if x.cu_seqlens is None else a[0]) for name, a in
+              (("q", clean.q), ("k", clean.k), ("v", clean.v))}  # fmt: skip
+    options = {name: value for name, value in x.options.items()}
+    for name in ("sinks", "alibi_slopes"):
+        if name in made.options:
+            options[name] = host(made.options[name])
+    if x.cu_seqlens is not None:
+        options |= dict(zip(("cu_seqlens_q", "cu_seqlens_k"), x.cu_seqlens, strict=True))
+    if clean.dout is not None:
+        options["dout"] = host(clean.dout if x.cu_seqlens is None else clean.dout[0])
+        options["wrt"] = tuple(name[1:] for name in clean.names()[2:])
+        if made.dlse is not None:
+            options["dlse"] = host(made.dlse)
+    found = numpy_reference(**arrays, dtype=x.kind.dtype, **options)
+    apart, wider, worst = 0.0, 0.0, {}
+    for name, (exact, allowed) in expected.items():
+        got, want = (host(a if x.cu_seqlens is None or name == "dsinks" else a[0]) for a in (
+            made.axes(results[name]) if name != "dsinks" else results[name], exact.double()))  # fmt: skip
+        want = (exact if x.cu_seqlens is None or name == "dsinks" else exact[0]).cpu().numpy()
+        true, bound = found.oracle[name], found.allowed[name]
+        finite = np.isfinite(true)
+        if want.shape != true.shape or not (np.isfinite(want) == finite).all():
+            raise ArithmeticError(f"the references differ: {name}")
+        highest = np.abs(true[finite]).max(initial=1e-30)
+        apart = max(apart, float(np.abs(want - true)[finite].max(initial=0.0) / highest))
+        mine = np.broadcast_to((allowed if x.cu_seqlens is None or name == "dsinks" or allowed.ndim == 0
+                                else allowed[0]).cpu().numpy(), true.shape)  # fmt: skip
+        wider = max(wider, float((mine / bound).max(initial=0.0)))
+        worst[name] = round(error_ratio(name, got, found), 4)
+    return {"apart": apart, "bound_by_oracle": round(wider, 4), "worst": worst}
+
+
+APART = 1e-9  # of the largest number: the two references are float64, in other orders
+
+
+def soak(where: Where, kind: Kind, shapes: int, seed: int, oracle: bool = False,
+         only: int | None = None) -> Row:  # fmt: skip
+    """Random calls of one set of constants."""
+    backward = kind.part == "backward"
+    counts: Counter[str] = Counter()
+    families: Counter[str] = Counter()
+    worst: dict[str, list[float]] = {}
+    failures: list[Row] = []
+    compared: Row = {}
+    for n in range(shapes) if only is None else [only]:
+        x = draw(kind, n, seed)
+        try:
+            made = make(x, where)
+            families[served(made, kind.part)] += 1
+            results = call(made, backward)
+            expected = dense.reference(made.clean)
+            found = ratios(made, results, expected)
+            *values, empty = _together([*found.values(), made.empty_rows])
+            if oracle and n == 0:
+                compared = of_oracle(x, made, results, expected)
+                bad = {name: r for name, r in compared["worst"].items() if not r <= 1}
+                if compared["apart"] > APART or bad:
+                    failures.append({"shape": n, "what": f"NumPy oracle: {compared}", "call": x.words()})
+        except Exception as error:
+            traceback.print_exc()
+            failures.append({"shape": n, "what": said(error), "call": x.words()})
+            if lost(where):
+                break
+            continue
+        counts.update(_traits(x) + ["rows without keys"] * bool(empty))
+        for name, value in zip(found, values, strict=True):
+            if not value <= worst.get(name, [-1.0])[0]:
+                worst[name] = [round(value, 4), n]
+            if not value <= 1:
+                failures.append({"shape": n, "what": f"{name}: {value:.4g} times the error allowed", "call": x.words()})
+    return {"kind": asdict(kind), "seed": seed, "shapes": sum(families.values()), "served": dict(families),
+            "worst": worst, "counts": dict(counts), "failures": failures} | (
+                {"oracle": compared} if compared else {})  # fmt: skip
+
+
+def _together(values: Sequence[Any]) -> list[float]:
+    """Numbers on the device, all at once."""
+    import torch
+
+    made: list[float] = torch.stack([value.double().reshape(()) for value in values]).tolist()
+    return made
+
+
+def _traits(x: Drawn) -> list[str]:
+    """What a call has, of what is asked for."""
+    k, o = x.kind, x.options
+    has = {
+        k.dtype: True, "causal": "causal" in o, "window": "window" in o, "q_offset": "q_offset" in o,
+        "lengths": k.lengths, "packed": k.packed, "softcap": k.softcap, "ALiBi": k.alibi, "sinks": bool(k.sinks),
+        "dlse": k.dlse, "deterministic": k.deterministic, "grouped heads": x.group > 1,
+        "one key head": x.group > 1 and x.Hkv == 1, "d != dv": k.d != k.dv, "above 128 columns": max(k.d, k.dv) > 128,
+        "T = 1": 1 in (x.Tq, x.Tk), "Tq != Tk": x.Tq != x.Tk, "T % 128 = 64": 64 in (x.Tq % 128, x.Tk % 128),
+        "(B, T, H, d)": x.view in ("bthd", "turned"), "rows apart": x.view == "wide", "NaN in padding":
+            x.poisoned and (k.packed or k.lengths), "tables on the GPU": x.on_device,
+    }  # fmt: skip
+    return [name for name, is_so in has.items() if is_so]
+
+
+def said(error: BaseException) -> str:
+    """An exception in some words."""
+    return f"{type(error).__name__}: {error}"[:TEXT]
+
+
+def lost(where: Where) -> bool:
+    """Does the GPU not answer this process any more?"""
+    if where.device == "cpu":
+        return False
+    import torch
+
+    try:
+        torch.cuda.synchronize()
+        torch.zeros(1, device=where.device).add_(1).item()
+    except Exception:
+        return True
+    return False
+
+
+# ---- one call many times -------------------------------------------------------------------------------------
+
+#: name: dtype, d, causal, what else
+REPEATED = {
+    "d = 64, causal, grouped heads": dict(dtype="bfloat16", d=64, causal=True),
+    "d = 128, causal, grouped heads": dict(dtype="bfloat16", d=128, causal=True),
+    "d = 128": dict(dtype="float16", d=128, causal=False),
+    "d = 256, causal": dict(dtype="bfloat16", d=256, causal=True),
+    "d = 128, causal, pieces done again": dict(dtype="bfloat16", d=128, causal=True, large=400.0),
+}
+REPEATS = {"forward": 10_000, "backward": 10_000, "deterministic": 1_000}
+
+
+def usual(where: Where, dtype: str, d: int, causal: bool, B: int = 2, Hq: int = 8, Hkv: int = 4, T: int = 1088,
+          large: float = 1.0, backward: bool = True, seed: int = 0) -> Made:  # fmt: skip
+    """A call of more pieces than multiprocessors; ``large``: one head's queries are multiplied by it."""
+    import torch
+
+    generator = torch.Generator(where.device).manual_seed(seed)
+    how = dict(generator=generator, device=where.device)
+    q, k, v, dout = (torch.randn(B, H, T, d, **how).to(getattr(torch, dtype)) for H in (Hq, Hkv, Hkv, Hq))
+    q[:, 1] *= large
+    at = torch.arange(T, device=where.device)
+    visible = (at[:, None] >= at) if causal else torch.ones(T, T, dtype=torch.bool, device=where.device)
+    rows = torch.ones(1, 1, T, dtype=torch.bool, device=where.device)
+    clean = dense.Call(q, k, v, visible[None, None], rows, dout=dout if backward else None)
+    arrays = {"q": q, "k": k, "v": v, "dout": dout}
+    return Made(arrays, {"causal": causal} | where.options(), None, clean, None, ~rows.any())
+
+
+def _bits(a: Any) -> Any:
+    import torch
+
+    return a.view(torch.int16 if a.itemsize == 2 else torch.int32)
+
+
+def repeats(where: Where, name: str, direction: str, times: int) -> Row:
+    """A call many times, compared on the device; one number comes back at the end."""
+    import torch
+
+    import rawflash as rf
+
+    made = usual(where, **REPEATED[name], backward=direction != "forward")
+    expected = dense.reference(made.clean)
+    results = call(made, direction != "forward")
+    worst = dict(zip(expected, _together(list(ratios(made, results, expected).values())), strict=True))
+    q, k, v, dout = (made.arrays[name] for name in ("q", "k", "v", "dout"))
+    options = made.options | ({"deterministic": True} if direction == "deterministic" else {})
+    kernel = served(Made(made.arrays, options, None, made.clean, None, None),
+                    "forward" if direction == "forward" else "backward")  # fmt: skip
+    differ = torch.zeros((), dtype=torch.int64, device=where.device)
+    begun = time.perf_counter()
+    if direction == "forward":
+        out = torch.empty_like(results["out"])
+        first = [_bits(results[name]).clone() for name in ("out", "lse")]
+        for _ in range(times):
+            out.fill_(math.nan)  # a row that is not written shows
+            _, lse = rf.attention(q, k, v, out=out, return_lse=True, **options)
+            differ += (_bits(out) != first[0]).any() | (_bits(lse) != first[1]).any()
+    elif direction == "deterministic":
+        first = [_bits(a) for a in rf.attention_backward(dout, q, k, v, results["out"], results["lse"], **options)]
+        for _ in range(times):
+            again = rf.attention_backward(dout, q, k, v, results["out"], results["lse"], **options)
+            for a, b in zip(again, first, strict=True):
+                differ += (_bits(a) != b).any()
+    else:
+        bounds = [tuple(a.float() for a in expected[name]) for name in ("dq", "dk", "dv")]
+        highest = torch.zeros(3, device=where.device)
+        for _ in range(times):
+            grads = rf.attention_backward(dout, q, k, v, results["out"], results["lse"], **options)
+            found = [((a.float() - exact).abs_() / allowed).amax() for a, (exact, allowed) in
+                     zip(grads, bounds, strict=True)]  # fmt: skip
+            highest = torch.maximum(highest, torch.stack(found))  # a NaN stays
+        for name, value in zip(("dq", "dk", "dv"), highest.tolist(), strict=True):
+            worst[name] = value if math.isfinite(value) else math.inf
+    count = int(differ.item())
+    taken = time.perf_counter() - begun
+    failures = [{"what": f"{count} of {times} results have other bits"}] if count else []
+    failures += [{"what": f"{name}: {value:.4g} times the error allowed"} for name, value in worst.items()
+                 if not value <= 1]  # fmt: skip
+    row: Row = {"served": {kernel: times}, "repeats": times, "seconds_of_repeats": round(taken, 2)}
+    row |= {} if direction == "backward" else {"other_bits": count}
+    return row | {"worst": {name: round(value, 4) for name, value in worst.items()}, "failures": failures}
+
+
+GRAPHS = {
+    "d = 64, causal": dict(dtype="bfloat16", d=64, causal=True),
+    "d = 128": dict(dtype="bfloat16", d=128, causal=False),
+    "d = 128, causal, float16": dict(dtype="float16", d=128, causal=True),
+    "d = 128, causal, deterministic": dict(dtype="bfloat16", d=128, causal=True, deterministic=True),
+    "d = 256, causal": dict(dtype="bfloat16", d=256, causal=True),
+}
+REPLAYS = 20
+
+
+def graphs(where: Where, name: str, replays: int = REPLAYS) -> Row:
+    """Forward and backward pass of one call in one CUDA graph, replayed with other numbers in the same arrays."""
+    import torch
+
+    how = dict(GRAPHS[name])
+    more = {"deterministic": True} if how.pop("deterministic", False) else {}
+    made = usual(where, **how)
+    made.options |= more
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        call(made, True)
+    stream.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream, capture_error_mode="relaxed"):
+        results = call(made, True)
+    worst: dict[str, float] = {}
+    for n in range(replays):
+        fresh = usual(where, **how, seed=1 + n)
+        for key, array in made.arrays.items():
+            array.copy_(fresh.arrays[key])
+        for a in results.values():
+            a.fill_(math.nan)
+        torch.cuda.synchronize()
+        graph.replay()
+        torch.cuda.synchronize()
+        found = ratios(fresh, results, dense.reference(fresh.clean))
+        for key, value in zip(found, _together(list(found.values())), strict=True):
+            worst[key] = max(worst.get(key, 0.0), value)
+    failures = [{"what": f"{key}: {value:.4g} times the error allowed"} for key, value in worst.items()
+                if not value <= 1]  # fmt: skip
+    return {"served": dict(Counter(served(made, way) for way in ("forward", "backward"))), "replays": replays,
+            "worst": {key: round(value, 4) for key, value in worst.items()}, "failures": failures}  # fmt: skip
+
+
+# ---- accuracy ------------------------------------------------------------------------------------------------
+
+FAMILIES = (
+    "normal", "later keys x 10", "later keys x 40", "later keys x 1000", "earlier keys x 10", "earlier keys x 40",
+    "earlier keys x 1000", "first key x 300", "middle key x 300", "last key x 300", "ramp up to 50", "ramp down from 50",
+    "ramp up to 2000", "ramp down from 2000", "first blocks -inf", "first blocks masked",
+)  # fmt: skip
+LENGTHS = (4096, 65536)
+SAMPLED = 256  # rows of each head
+
+
+def scores(name: str, T: int, d: int, dtype: str, device: str, H: int = 1, seed: int = 0) -> tuple[Any, ...]:
+    """q, k and v of a family. The loop goes from the last key that a row sees to the first."""
+    import torch
+
+    generator = torch.Generator(device).manual_seed(seed)
+    q, k, v = (torch.randn(1, H, T, d, generator=generator, device=device) for _ in range(3))
+    what, _, number = name.rpartition(" ")
+    if what.startswith(("later keys", "earlier keys")):
+        k[:, :, slice(T // 2, T) if what.startswith("later") else slice(0, T // 2)] *= float(number)
+    elif "key x" in what:
+        k[:, :, {"first": 0, "middle": T // 2, "last": T - 1}[name.partition(" ")[0]]] *= float(number)
+    elif what.startswith("ramp"):
+        ramp = torch.linspace(0, float(number), T, device=device)[:, None]
+        k *= ramp if "up" in what else ramp.flip(0)
+    elif name == "first blocks -inf":  # the last keys, and under a causal mask those before the diagonal of some rows
+        q[..., 0] = 1
+        k[:, :, T // 2 : T // 2 + T // 16, 0] = k[:, :, -T // 16 :, 0] = -math.inf
+    return tuple(a.to(getattr(torch, dtype)) for a in (q, k, v))
+
+
+def errors(got: Any, exact: Any, allowed: Any) -> Row:
+    """Largest error, root of the mean of its squares, both as parts of the largest number, and by the bound."""
+    error = (got.double() - exact).abs()
+    highest, mean, most, by = _together([exact.abs().amax(), error.square().mean().sqrt(), error.amax(),
+                                         dense.ratio(got, exact, allowed)])  # fmt: skip
+    highest = highest or 1.0
+    return {"largest": most / highest, "rms": mean / highest, "by_bound": round(by, 4)}
+
+
+@contextlib.contextmanager
+def exact_maximum() -> Iterator[None]:
+    """Kernels that are made inside follow the maximum in all steps."""
+    from rawflash import problem
+    from rawflash.backends.cupy_raw.fa2_forward import EXACT_MAXIMUM
+
+    with mock.patch.dict(os.environ, {EXACT_MAXIMUM: "1"}), mock.patch.object(problem, "_MEMO", {}):
+        yield
+
+
+def cudnn_forward(q: Any, k: Any, v: Any, causal: bool, keep: bool = False) -> Any:
+    """PyTorch's operator, all that it returns."""
+    import torch
+
+    operator = torch.ops.aten._scaled_dot_product_cudnn_attention
+    return operator(q, k, v, None, keep, 0.0, causal, False, scale=1 / math.sqrt(q.shape[-1]))
+
+
+def cudnn_backward(dout: Any, q: Any, k: Any, v: Any, made: Any, causal: bool) -> Any:
+    """The gradients of what :func:`cudnn_forward` returned with ``keep``."""
+    import torch
+
+    out, lse, cu_q, cu_k, most_q, most_k, seed, offset, _ = made
+    operator = torch.ops.aten._scaled_dot_product_cudnn_attention_backward
+    rest = (seed, offset, None, cu_q, cu_k, most_q, most_k, 0.0, causal)
+    return operator(dout, q, k, v, out, lse, *rest, scale=1 / math.sqrt(q.shape[-1]))
+
+
+def accuracy(where: Where, dtype: str, d: int, T: int, causal: bool, families: Sequence[str] = FAMILIES) -> Row:
+    """Errors of out by family: ours, ours with the maximum followed, cuDNN's; rows are sampled."""
+    import torch
+
+    import rawflash as rf
+
+    device, lines, failures = where.device, {}, []
+    rows = torch.linspace(0, T - 1, min(SAMPLED, T), device=device).round().long().unique()
+    at = torch.arange(T, device=device)
+    kernels: Counter[str] = Counter()
+    for n, name in enumerate(families):
+        masked = name == "first blocks masked"
+        if masked and not causal:
+            continue
+        q, k, v = scores(name, T, d, dtype, device, seed=n)
+        options: Row = {"causal": causal} | where.options()
+        shift = -(T // 2) if masked else 0  # half of the rows see no key, and the blocks that others see first are cut
+        if masked:
+            options["q_offset"] = shift
+        visible = (rows[:, None] + shift >= at) if causal else torch.ones(len(rows), T, dtype=torch.bool, device=device)
+        here = torch.ones(1, 1, len(rows), dtype=torch.bool, device=device)
+        expected = dense.reference(dense.Call(q[:, :, rows], k, v, visible[None, None], here))
+        runs: dict[str, Callable[[], Any]] = {"rawflash": lambda: rf.attention(q, k, v, **options)}  # noqa: B023
+        if dtype == "bfloat16" and where.device != "cpu":
+            runs["followed"] = lambda: rf.attention(q, k, v, **options)  # noqa: B023
+        if not masked and where.device != "cpu":
+            runs["cudnn"] = lambda: cudnn_forward(q, k, v, causal)[0]  # noqa: B023
+        line: Row = {}
+        for who, run in runs.items():
+            with exact_maximum() if who == "followed" else contextlib.nullcontext():
+                try:
+                    line[who] = errors(run()[:, :, rows], *expected["out"])
+                except Exception as error:
+                    line[who] = {"failed": said(error)}
+                    if who != "cudnn":
+                        failures.append({"family": name, "what": f"{who}: {said(error)}"})
+                    if lost(where):
+                        raise
+        kernels[served(Made({"q": q, "k": k, "v": v}, options, None, None, None, None), "forward")] += 1  # type: ignore
+        for who in ("rawflash", "followed"):
+            if not line.get(who, {}).get("by_bound", 0.0) <= 1:
+                failures.append({"family": name, "what": f"{who}: {line[who]['by_bound']} times the error allowed"})
+        by = _by(line, "largest")
+        if by is not None:
+            line["by_cudnn"] = by
+            if not by <= BY_CUDNN:
+                failures.append({"family": name, "what": f"largest error {by} times that of cuDNN"})
+        lines[name] = line
+    return {"case": {"dtype": dtype, "d": d, "T": T, "causal": causal, "rows": len(rows)}, "families": lines,
+            "served": dict(kernels), "failures": failures}  # fmt: skip
+
+
+def _by(line: Row, key: str) -> float | None:
+    """Ours by cuDNN's; None where that has no figure."""
+    ours, theirs = (line.get(who, {}).get(key) for who in ("rawflash", "cudnn"))
+    if ours is None or theirs is None or not math.isfinite(theirs):
+        return None
+    if theirs == 0:
+        return 1.0 if ours == 0 else math.inf
+    return round(ours / theirs, 3)
+
+
+GRADIENT_FAMILIES = ("normal", "later keys x 10", "earlier keys x 10", "ramp up to 10")
+
+
+def gradients(where: Where, dtype: str, d: int, T: int, causal: bool,
+              families: Sequence[str] = GRADIENT_FAMILIES) -> Row:  # fmt: skip
+    """Errors of all gradients by family, each side from its own out and lse: ours and cuDNN's."""
+    import torch
+
+    device, lines, failures = where.device, {}, []
+    at = torch.arange(T, device=device)
+    visible = (at[:, None] >= at) if causal else torch.ones(T, T, dtype=torch.bool, device=device)
+    rows = torch.ones(1, 1, T, dtype=torch.bool, device=device)
+    kernels: Counter[str] = Counter()
+    for n, name in enumerate(families):
+        q, k, v = scores(name, T, d, dtype, device, H=4, seed=100 + n)
+        dout = torch.randn(q.shape, generator=torch.Generator(device).manual_seed(n), device=device).to(q.dtype)
+        clean = dense.Call(q, k, v, visible[None, None], rows, dout=dout)
+        made = Made({"q": q, "k": k, "v": v, "dout": dout}, {"causal": causal} | where.options(), None, clean, None, None)
+        expected = dense.reference(clean)
+        kernels[served(made, "backward")] += 1
+        results = call(made, True)
+        theirs: dict[str, Any] = {}
+        why = ""
+        if where.device != "cpu":
+            try:
+                kept = cudnn_forward(q, k, v, causal, keep=True)
+                grads = cudnn_backward(dout, q, k, v, kept, causal)
+                theirs = dict(zip(("out", "dq", "dk", "dv"), (kept[0], *grads[:3]), strict=True))
+            except Exception as error:
+                why = said(error)
+                if lost(where):
+                    raise
+        line: Row = {"cudnn_failed": why} if why else {}
+        for result in ("out", "dq", "dk", "dv"):
+            line[result] = {"rawflash": errors(results[result], *expected[result])}
+            if result in theirs:
+                line[result]["cudnn"] = errors(theirs[result], *expected[result])
+                for key in ("largest", "rms"):
+                    line[result][f"{key}_by_cudnn"] = _by(line[result], key)
+                if not (line[result]["largest_by_cudnn"] or 0) <= BY_CUDNN:
+                    by = line[result]["largest_by_cudnn"]
+                    failures.append({"family": name, "what": f"{result}: largest error {by} times that of cuDNN"})
+            by_bound = line[result]["rawflash"]["by_bound"]
+            if not by_bound <= 1:
+                failures.append({"family": name, "what": f"{result}: {by_bound} times the error allowed"})
+        lines[name] = line
+    return {"case": {"dtype": dtype, "d": d, "T": T, "causal": causal}, "families": lines, "served": dict(kernels),
+            "failures": failures}  # fmt: skip
+
+
+REDO_ROUNDS, REDO_CALLS = 7, 5
+
+
+def redo(where: Where, d: int, T: int, causal: bool, H: int = 16) -> Row:
+    """Microseconds of a call of which no piece is done again, one, or each; and of the loop that follows the maximum."""
+    import torch
+
+    import rawflash as rf
+    from bench import timing
+
+    queue = timing.TorchQueue()
+    with queue:
+        normal = scores("normal", T, d, "bfloat16", where.device, H=H)
+        one = tuple(a.clone() for a in normal)
+        one[0][:, 0, T - 1] *= 400  # a row
+        # What rows meet first is small, all behind it large: keys of every block of rows, but for those near it
+        each = tuple(a.clone() for a in normal)
+        each[0][..., 0] = 1
+        each[1][..., 0] = torch.linspace(600.0 * math.sqrt(d) * T / 4096, 0, T, device=where.device).to(each[1].dtype)
+        # Warm: kernels made, and kept in other tables of problems than the usual ones
+        inputs = {"none": normal, "one row": one, "every piece": each}
+        turns: dict[str, Any] = {}
+        for name, (q, k, v) in inputs.items():
+            turns[name] = timing.Queued(queue, [lambda q=q, k=k, v=v: rf.attention(q, k, v, causal=causal)] * REDO_CALLS)
+        found, memo = {}, {}
+        from rawflash import problem
+        from rawflash.backends.cupy_raw.fa2_forward import EXACT_MAXIMUM
+
+        def followed(q: Any = normal[0], k: Any = normal[1], v: Any = normal[2]) -> Any:
+            with mock.patch.dict(os.environ, {EXACT_MAXIMUM: "1"}), mock.patch.object(problem, "_MEMO", memo):
+                return rf.attention(q, k, v, causal=causal)
+
+        turns["maximum followed"] = timing.Queued(queue, [followed] * REDO_CALLS)
+        for turn in turns.values():
+            turn.warm()
+    for name, times in timing.alternate(turns, dict.fromkeys(turns, REDO_ROUNDS)).items():
+        if isinstance(times, Exception):
+            raise times
+        found[name] = timing.quantiles(times)
+    base = found["none"][1]
+    return {"case": {"dtype": "bfloat16", "B": 1, "H": H, "d": d, "T": T, "causal": causal}, "us": found,
+            "by_none": {name: round(times[1] / base, 3) for name, times in found.items()}, "failures": []}  # fmt: skip
+
+
+# ---- jobs ----------------------------------------------------------------------------------------------------
+
+
+def jobs(parts: Sequence[str], seed: int, sets: int | None = None, shapes: int | None = None) -> list[Job]:
+    """What there is to do; what takes longest first."""
+    found: list[Job] = []
+    if "repeats" in parts:
+        for direction, times in REPEATS.items():
+            for name in REPEATED:
+                if direction == "forward" or "again" not in name:
+                    found.append(Job(f"repeats/{direction}, {name}", "repeats",
+                                     {"name": name, "direction": direction, "times": times}))  # fmt: skip
+    if "accuracy" in parts:
+        found += [Job(f"accuracy/{dtype}, d = {d}, T = {T}" + ", causal" * causal, "accuracy",
+                      {"dtype": dtype, "d": d, "T": T, "causal": causal})
+                  for T in reversed(LENGTHS) for dtype in ("bfloat16", "float16") for d in (64, 128)
+                  for causal in (False, True)]  # fmt: skip
+    if "gradients" in parts:
+        found += [Job(f"gradients/{dtype}, d = {d}, T = {T}" + ", causal" * causal, "gradients",
+                      {"dtype": dtype, "d": d, "T": T, "causal": causal})
+                  for dtype in ("bfloat16", "float16") for d, T in ((64, 2048), (128, 2048), (256, 1088))
+                  for causal in (False, True)]  # fmt: skip
+    if "graphs" in parts:
+        found += [Job(f"graphs/{name}", "graphs", {"name": name}) for name in GRAPHS]
+    for part in ("backward", "forward"):
+        if part in parts:
+            drawn = kinds(part, seed, sets)
+            drawn.sort(key=lambda kind: -max(kind.d, kind.dv))
+            found += [Job(kind.name, "soak", {"kind": kind, "shapes": shapes or SHAPES[part], "seed": seed,
+                                              "oracle": kind.number % ORACLE_EVERY == 0})
+                      for kind in drawn]  # fmt: skip
+    return found
+
+
+def alone(parts: Sequence[str]) -> list[Job]:
+    """What is timed, and so has the GPU for itself."""
+    if "redo" not in parts:
+        return []
+    return [Job(f"redo/d = {d}, T = {T}" + ", causal" * causal, "redo", {"d": d, "T": T, "causal": causal})
+            for d in (64, 128) for T in (2048, 16384) for causal in (False, True)]  # fmt: skip
+
+
+_LOST = False
+
+
+def prepare(where: Where) -> None:
+    """A process that does jobs: small calls, too, go to the kernels of sm_90."""
+    import torch
+
+    from rawflash import tiling
+
+    tiling.WGMMA_FEWEST = 0.0
+    torch.set_float32_matmul_precision("highest")
+    torch.set_num_threads(1)
+
+
+def do(where: Where, job: Job) -> Row:
+    """The row of a job, whatever happens."""
+    global _LOST
+    begun = time.perf_counter()
+    if _LOST:
+        return {"name": job.name, "failures": [{"what": "not run: this process had lost the GPU"}], "seconds": 0.0}
+    try:
+        row = globals()[job.function](where, **job.given)
+    except Exception as error:
+        traceback.print_exc()
+        row = {"failures": [{"what": said(error)}]}
+    if row["failures"]:
+        _LOST = lost(where)
+    return {"name": job.name} | row | {"seconds": round(time.perf_counter() - begun, 2)}
+
+
+class Stuck(RuntimeError):
+    """No job has ended for too long."""
+
+
+def share(where: Where, todo: list[Job], processes: int, end: float, limit: float,
+          done: Callable[[Row], None]) -> None:  # fmt: skip
+    """Do jobs in processes, or in this one if there are to be none; those not begun at ``end`` are left."""
+    if not processes:
+        prepare(where)
+        for job in todo:
+            if time.monotonic() > end:
+                return
+            done(do(where, job))
+        return
+    for name in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS"):
+        os.environ.setdefault(name, "1")
+    context = multiprocessing.get_context("spawn")
+    pool = ProcessPoolExecutor(processes, mp_context=context, initializer=prepare, initargs=(where,))
+    waiting: dict[Future[Row], Job] = {pool.submit(do, where, job): job for job in todo}
+    try:
+        while waiting:
+            ended, _ = wait(waiting, timeout=limit, return_when=FIRST_COMPLETED)
+            if not ended:
+                running = [job.name for future, job in waiting.items() if future.running()]
+                raise Stuck(f"no job has ended for {limit:.0f} s; under way: {', '.join(running)}")
+            for future in ended:
+                job = waiting.pop(future)
+                if not future.cancelled():
+                    error = future.exception()  # of a process that ended, not of a job
+                    done({"name": job.name, "failures": [{"what": said(error)}]} if error else future.result())
+            if time.monotonic() > end:
+                for future in waiting:
+                    future.cancel()
+    except Stuck:
+        for process in list(pool._processes.values()):
+            process.kill()
+        raise
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
+
+
+# ---- the record ----------------------------------------------------------------------------------------------
+
+
+def summary(rows: Sequence[Row]) -> Row:
+    """For each part: jobs, calls, who served them, the largest ratio of each result, what is covered, failures."""
+    found: Row = {}
+    for part in PARTS:
+        mine = [row for row in rows if row["name"].startswith(part + "/")]
+        if not mine:
+            continue
+        worst: dict[str, float] = {}
+        kernels: Counter[str] = Counter()
+        counts: Counter[str] = Counter()
+        for row in mine:
+            for name, value in row.get("worst", {}).items():
+                value = value[0] if isinstance(value, list) else value
+                worst[name] = value if not value <= worst.get(name, -1.0) else worst[name]
+            kernels.update(row.get("served", {}))
+            counts.update(row.get("counts", {}))
+        entry: Row = {"jobs": len(mine), "calls": sum(kernels.values()), "served": dict(kernels.most_common()),
+                      "failures": sum(len(row["failures"]) for row in mine),
+                      "seconds_of_jobs": round(sum(row.get("seconds", 0.0) for row in mine), 1)}  # fmt: skip
+        oracle = [row["oracle"] for row in mine if "oracle" in row]
+        entry |= {"worst": worst} if worst else {}
+        entry |= {"counts": dict(sorted(counts.items()))} if counts else {}
+        if oracle:
+            entry["oracle"] = {"calls": len(oracle), "apart": max(x["apart"] for x in oracle),
+                               "bound_by_oracle": max(x["bound_by_oracle"] for x in oracle)}  # fmt: skip
+        found[part] = entry
+    return found
+
+
+def finite(value: Any) -> Any:
+    """Numbers that JSON has not as words."""
+    if isinstance(value, dict):
+        return {key: finite(x) for key, x in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [finite(x) for x in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return value
+
+
+def parser() -> argparse.ArgumentParser:
+    found = argparse.ArgumentParser(
+        prog="python -m bench.reliability", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    found.add_argument("--record", type=Path, metavar="FILE", help="where to write what was found; default: nowhere")
+    found.add_argument("--part", nargs="+", choices=PARTS, default=list(PARTS), help="only these")
+    found.add_argument("--only", nargs="+", metavar="NAME", help="only jobs of these names")
+    found.add_argument("--shape", type=int, help="of a job that draws, only this shape")
+    found.add_argument("--seed", type=int, default=0)
+    found.add_argument("--sets", type=int, help="sets of constants of a part that draws")
+    found.add_argument("--shapes", type=int, help="calls of each set")
+    found.add_argument("--seconds", type=float, default=400, help="no job is begun after this time")
+    found.add_argument("--limit", type=float, default=100, help="seconds without any job's end after which all end")
+    found.add_argument("--processes", type=int, default=min(PROCESSES, os.cpu_count() or 1), help="0: in this one")
+    found.add_argument("--device", choices=("cuda", "cpu"), default="cuda",
+                       help="cpu: numpy_tiled, for a look at the script itself")  # fmt: skip
+    return found
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Do what is asked for; the exit status."""
+    options = parser().parse_args(arguments)
+    where = Where(options.device, "numpy_tiled" if options.device == "cpu" else None)
+    todo, last = jobs(options.part, options.seed, options.sets, options.shapes), alone(options.part)
+    if options.only:
+        todo, last = ([job for job in some if job.name in options.only] for some in (todo, last))
+    if options.device == "cpu":  # graphs and times are of a GPU
+        todo, last = [job for job in todo if job.part not in ("graphs",)], []
+    if options.shape is not None:
+        todo = [job for job in todo if job.function == "soak"]
+        for job in todo:
+            job.given["only"] = options.shape
+    if not todo + last:
+        print("nothing to do", file=sys.stderr)
+        return EXIT_USAGE
+    rows: list[Row] = []
+    found: Row = {"schema": SCHEMA, "device": "gpu" if options.device == "cuda" else "cpu"}
+    found |= record.about(options.device == "cuda")
+    found |= {"seed": options.seed, "parts": options.part, "processes": options.processes}
+    begun, total = time.monotonic(), len(todo) + len(last)
+    print(f"{total} jobs, {options.processes} processes, {found.get('gpu') or found['cpu']}", flush=True)
+
+    def save(**more: Any) -> None:
+        if options.record:
+            seconds = round(time.monotonic() - begun, 1)
+            record.write(options.record, found | finite({"seconds": seconds, "summary": summary(rows), **more,
+                                                         "rows": rows}))  # fmt: skip
+
+    def done(row: Row) -> None:
+        rows.append(row)
+        for failure in row["failures"]:
+            print(f"FAILED {row['name']}: {failure}", flush=True)
+        if len(rows) % 10 == 0 or row.get("seconds", 0) > 20 or not row["name"].startswith(("forward", "backward")):
+            print(f"[{len(rows)}/{total}] {time.monotonic() - begun:.0f} s, {row['name']}: {row.get('seconds', 0):.1f} s",
+                  flush=True)  # fmt: skip
+            save()
+
+    end, stuck = begun + options.seconds, ""
+    try:
+        share(where, todo, options.processes, end, options.limit, done)
+        share(where, last, 0, end, options.limit, done)
+    except Stuck as error:
+        stuck = str(error)
+        print(stuck, file=sys.stderr, flush=True)
+    ran = {row["name"] for row in rows}
+    missing = [job.name for job in todo + last if job.name not in ran]
+    save(**({"not_run": missing} if missing else {}), **({"stuck": stuck} if stuck else {}))
+    for part, entry in summary(rows).items():
+        print(f"{part}: {finite(entry)}", flush=True)
+    failures = sum(len(row["failures"]) for row in rows)
+    print(f"{failures} failures, {len(missing)} jobs not run, {time.monotonic() - begun:.0f} s", flush=True)
+    if stuck:
+        os._exit(EXIT_STUCK)  # a GPU that does not answer would hold this process
+    return EXIT_FAILED if failures or missing else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
