@@ -33,6 +33,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -40,28 +41,17 @@ from unittest import mock
 import numpy as np
 
 from bench import dense, record
+from bench.draws import Drawn, Kind, Made, Where, call, draw, kinds, make, ratios, served, traits
 
 SCHEMA = "rawflash-reliability-1"
 PARTS = ("forward", "backward", "repeats", "graphs", "accuracy", "gradients", "redo")
 EXIT_FAILED, EXIT_USAGE, EXIT_STUCK = 1, 2, 3
-SETS = {"forward": 72, "backward": 64}  # of constants
 SHAPES = {"forward": 32, "backward": 34}  # of each
 ORACLE_EVERY = 4  # of every fourth set one call is compared with the NumPy oracle, too
 PROCESSES = 12
 TEXT = 300  # characters of an error
 BY_CUDNN = 1.5  # the largest error may be that of cuDNN's
 Row = dict[str, Any]
-
-
-@dataclass(frozen=True)
-class Where:
-    """Device of the arrays and backend of the calls; None: who takes them."""
-
-    device: str = "cuda"
-    backend: str | None = None
-
-    def options(self) -> dict[str, Any]:
-        return {} if self.backend is None else {"backend": self.backend}
 
 
 @dataclass(frozen=True)
@@ -77,351 +67,36 @@ class Job:
         return self.name.partition("/")[0]
 
 
-# ---- random calls --------------------------------------------------------------------------------------------
-
-HEADS = {  # d and dv; the first ones more often
-    "forward": ((64, 64), (128, 128), (64, 64), (128, 128), (96, 96), (192, 128), (256, 256), (8, 200), (128, 64),
-                (64, 128), (192, 192), (32, 32), (256, 64), (40, 72), (16, 8), (72, 248)),
-    "backward": ((64, 64), (128, 128), (64, 64), (128, 128), (96, 96), (64, 128), (128, 64), (32, 32), (256, 256),
-                 (192, 128), (8, 120), (72, 40), (192, 192), (64, 256), (256, 136), (16, 8)),
-}  # fmt: skip
-ROWS = {"long": (193, 600), "short": (17, 192), "few": (1, 16)}  # by which the forward pass has other kernels
-EDGES = (1, 17, 63, 64, 65, 127, 128, 129, 191, 192, 193, 255, 256, 257, 320, 383, 384, 448, 511, 512, 513, 576)
-BANDS = ("none", "causal", "causal", "window", "left", "right", "causal window")
-VIEWS = ("plain", "bthd", "turned", "wide")  # in memory (B, H, T, d) or (B, T, H, d); rows with more columns
-SIZES = (1.0, 1.0, 1.0, 4.0, 30.0)  # of the queries
-MOST_HEADS = 8  # of all sequences together, which bounds what the reference takes
-
-
-@dataclass(frozen=True)
-class Kind:
-    """What calls of one set have in common: all that the text of a kernel depends on."""
-
-    part: str
-    number: int
-    dtype: str
-    d: int
-    dv: int
-    rows: str
-    packed: bool
-    lengths: bool
-    band: str
-    softcap: bool
-    alibi: bool
-    sinks: str  # their dtype, or ""
-    dlse: bool
-    deterministic: bool
-
-    @property
-    def name(self) -> str:
-        return f"{self.part}/{self.number}"
-
-
-@dataclass
-class Drawn:
-    """One call, but for its numbers."""
-
-    kind: Kind
-    number: int
-    seed: int
-    B: int
-    Hkv: int
-    group: int
-    Tq: int
-    Tk: int
-    options: dict[str, Any]
-    cu_seqlens: tuple[list[int], list[int]] | None
-    view: str
-    size: float
-    uneven: float  # by which the numbers of some keys are multiplied
-    poisoned: bool
-    on_device: bool  # lengths, offsets and starts
-
-    def words(self) -> str:
-        """To read in a list of failures."""
-        k, shown = self.kind, {n: np.asarray(x).tolist() for n, x in self.options.items() if x is not None}
-        shown |= {"cu_seqlens": self.cu_seqlens} if self.cu_seqlens else {}
-        flags = [name for name in ("softcap", "alibi", "dlse", "deterministic") if getattr(k, name)]
-        flags += [f"sinks {k.sinks}"] * bool(k.sinks) + ["poisoned"] * self.poisoned + ["tables"] * self.on_device
-        return (f"{k.dtype} B{self.B} H{self.Hkv * self.group}/{self.Hkv} T{self.Tq}x{self.Tk} d{k.d} dv{k.dv} {k.band} "
-                f"{' '.join(flags)} {shown} {self.view}, q times {self.size}, keys times {self.uneven}")  # fmt: skip
-
-
-def kinds(part: str, seed: int, count: int | None = None) -> list[Kind]:
-    """The sets of constants of a part, in which head dimensions and dtypes take turns."""
-    backward, found = part == "backward", []
-    for n in range(SETS[part] if count is None else count):
-        rng = np.random.default_rng([seed, backward, n])
-
-        def some(share: float, rng: np.random.Generator = rng) -> bool:
-            return bool(rng.random() < share)
-
-        dtype = ("bfloat16", "float16")[n % 2]
-        d, dv = HEADS[part][n // 2 % len(HEADS[part])]
-        packed = some(0.25)
-        rows = ("long", "short", "few")[int(rng.choice(3, p=(0.5, 0.3, 0.2) if backward else (0.6, 0.4, 0.0)))]
-        found.append(Kind(
-            part, n, dtype, d, dv, rows, packed, not packed and some(0.35), str(rng.choice(BANDS)),
-            some(0.2) and not backward, some(0.2) and not backward,
-            (dtype, "float32")[int(some(0.5))] if some(0.3) else "", backward and some(0.3),
-            some(0.3) and backward and max(d, dv) <= 128,
-        ))  # fmt: skip
-    return found
-
-
-def draw(kind: Kind, number: int, seed: int) -> Drawn:
-    """The same call for the same numbers."""
-    rng = np.random.default_rng([seed, kind.part == "backward", kind.number, 1 + number])
-
-    def length(low: int, high: int) -> int:
-        edges = [n for n in EDGES if low <= n <= high]
-        return int(rng.choice(edges)) if edges and rng.random() < 0.5 else int(rng.integers(low, high + 1))
-
-    sequences = int(rng.integers(1, 5)) if kind.packed else int(rng.choice([1, 1, 2, 3]))
-    B = 1 if kind.packed else sequences
-    Hkv, group = int(rng.choice([1, 1, 2, 3])), int(rng.choice([1, 1, 2, 4]))
-    Hkv, group = (Hkv, group) if B * Hkv * group <= MOST_HEADS else (1, min(group, MOST_HEADS // B))
-    low, high = ROWS[kind.rows]
-    Tq, Tk = length(low, high), length(1, 600)
-    if rng.random() < 0.2:
-        Tk = Tq
-    options: dict[str, Any] = {}
-    cu = None
-    if kind.packed:
-        cu = _starts(rng, sequences, Tq), _starts(rng, sequences, Tk)
-    if kind.lengths:
-        which = rng.integers(1, 4)  # of queries, of keys, of both
-        for bit, name, longest in ((1, "q_lengths", Tq), (2, "kv_lengths", Tk)):
-            if which & bit:
-                drawn = rng.integers(0, longest + 1, B)
-                options[name] = np.where(rng.random(B) < 0.2, rng.choice([0, longest], B), drawn)
-    if "causal" in kind.band:
-        options["causal"] = True
-    if kind.band in ("window", "left", "right", "causal window"):
-        left, right = (int(rng.choice([0, 3, int(rng.integers(1, 300)), 128])) for _ in range(2))
-        options["window"] = None if kind.band == "right" else left, None if kind.band == "left" else right
-    if kind.band != "none" or kind.alibi:
-        far = [0, Tk - Tq, -1000, 1000, int(rng.integers(-Tq - 2, Tk + 3))]
-        how = rng.integers(4)
-        if how == 1:
-            options["q_offset"] = int(rng.choice(far))
-        elif how == 2:
-            options["q_offset"] = rng.integers(-Tq - 2, Tk + 3, sequences)
-    if kind.softcap:
-        options["softcap"] = float(rng.choice([0.5, 5.0, 30.0]))
-    if rng.random() < 0.2:
-        options["scale"] = float(rng.choice([1.0, 0.3, 0.05]))
-    uneven = float(rng.choice([1.0, 1.0, 1.0, 10.0, 40.0]))
-    return Drawn(
-        kind, number, int(rng.integers(2**31)), B, Hkv, group, Tq, Tk, options, cu, str(rng.choice(VIEWS)),
-        float(rng.choice(SIZES)), uneven, bool(rng.random() < 0.7), bool(rng.random() < 0.5),
-    )  # fmt: skip
-
-
-def _starts(rng: np.random.Generator, sequences: int, rows: int) -> list[int]:
-    """Where sequences begin and the last one ends; rows before and after them are padding, some have none."""
-    return [int(n) for n in np.sort(rng.integers(0, rows + 1, sequences + 1))]
-
-
-@dataclass
-class Made:
-    """A drawn call with its numbers: what is passed, and what the reference is given."""
-
-    arrays: dict[str, Any]
-    options: dict[str, Any]
-    cu_seqlens: tuple[Any, Any] | None
-    clean: dense.Call
-    dlse: Any
-    empty_rows: Any
-
-    def axes(self, a: Any) -> Any:
-        """A result as ``(B, H, T, ...)``."""
-        if self.cu_seqlens is not None:
-            a = a[None]
-        return a.transpose(1, 2) if self.options.get("layout") == "bthd" and a.ndim == 4 else a
-
-
-def positions(x: Drawn) -> tuple[np.ndarray, ...]:
-    """For each row, then each key, ``(B, T)``: its sequence, below 0 in padding, and its place on the key axis."""
-    found = []
-    if x.cu_seqlens is not None:
-        starts = [np.asarray(cu) for cu in x.cu_seqlens]
-        counts = [np.diff(cu) for cu in starts]
-        offsets = np.broadcast_to(x.options.get("q_offset", counts[1] - counts[0]), counts[0].shape)
-        for cu, shift, padding, T in ((starts[0], offsets, -1, x.Tq), (starts[1], offsets * 0, -2, x.Tk)):
-            sequence, place = np.full((1, T), padding), np.zeros((1, T), np.int64)
-            for n, (first, last) in enumerate(zip(cu[:-1], cu[1:], strict=True)):
-                sequence[0, first:last] = n
-                place[0, first:last] = np.arange(last - first) + shift[n]
-            found += [sequence, place]
-        return tuple(found)
-    of_q = np.broadcast_to(x.options.get("q_lengths", x.Tq), x.B)
-    of_k = np.broadcast_to(x.options.get("kv_lengths", x.Tk), x.B)
-    offsets = np.broadcast_to(x.options.get("q_offset", of_k - of_q), x.B)
-    for lengths, shift, padding, T in ((of_q, offsets, -1, x.Tq), (of_k, offsets * 0, -2, x.Tk)):
-        t = np.broadcast_to(np.arange(T), (x.B, T))
-        found += [np.where(t < lengths[:, None], np.arange(x.B)[:, None], padding), t + shift[:, None]]
-    return tuple(found)
-
-
-def make(x: Drawn, where: Where) -> Made:
-    """The numbers of a call, from its seed."""
-    import torch
-
-    k, options = x.kind, dict(x.options)
-    generator = torch.Generator(where.device).manual_seed(x.seed)
-    dtype = getattr(torch, k.dtype)
-
-    def normal(*shape: int, dtype: Any = dtype, size: float = 1.0) -> Any:
-        drawn = torch.randn(shape, generator=generator, device=where.device)
-        return (drawn * size).to(dtype)
-
-    def moved(a: Any) -> Any:
-        return torch.as_tensor(np.asarray(a), device=where.device)
-
-    Hq = x.Hkv * x.group
-    q, keys = normal(x.B, Hq, x.Tq, k.d, size=x.size), normal(x.B, x.Hkv, x.Tk, k.d)
-    if x.uneven != 1.0:  # half of the keys, or one, far from the others
-        half = slice(0, x.Tk // 2) if x.seed % 3 == 0 else slice(x.Tk // 2, None) if x.seed % 3 == 1 else slice(0, 1)
-        keys[:, :, half] *= x.uneven
-    v, dout = normal(x.B, x.Hkv, x.Tk, k.dv), normal(x.B, Hq, x.Tq, k.dv)
-    row_of, row_at, key_of, key_at = (moved(a) for a in positions(x))
-    rows, apart = (row_of >= 0)[:, None], (row_at[:, None, :, None] - key_at[:, None, None, :])
-    visible = row_of[:, None, :, None] == key_of[:, None, None, :]
-    left, right = x.options.get("window", (None, None))
-    right = 0 if x.options.get("causal") and right is None else right
-    if x.options.get("causal"):
-        visible = visible & (apart >= 0)
-    if left is not None:
-        visible = visible & (apart <= left)
-    if right is not None:
-        visible = visible & (apart >= -right)
-    clean = dense.Call(q, keys, v, visible, rows, softcap=options.get("softcap"), scale=options.get("scale"))
-    empty_rows = (rows & ~visible.any(-1)).any()
-    if k.sinks:
-        options["sinks"] = clean.sinks = normal(Hq, dtype=getattr(torch, k.sinks), size=2.0)
-    if k.alibi:
-        slopes = torch.rand(Hq, generator=generator, device=where.device)
-        options["alibi_slopes"], clean.slopes, clean.distance = slopes, slopes[:, None, None], apart.abs()
-    dlse = None
-    if k.part == "backward":
-        clean.dout = dout
-        if k.dlse:
-            clean.dlse = dlse = normal(x.B, Hq, x.Tq, dtype=torch.float32)
-        if k.deterministic:
-            options["deterministic"] = True
-    passed = {"q": q, "k": keys, "v": v, "dout": dout}
-    if x.poisoned:
-        padding = {"q": ~rows, "k": key_of[:, None] < 0, "v": key_of[:, None] < 0, "dout": ~rows}
-        passed = {name: a.masked_fill(padding[name][..., None], math.nan) for name, a in passed.items()}
-    passed = {name: _laid(a, x.view) for name, a in passed.items()}
-    if x.view == "bthd":
-        options["layout"] = "bthd"
-    cu: tuple[Any, Any] | None = x.cu_seqlens
-    if cu is not None:
-        passed = {name: a[0] for name, a in passed.items()}
-        dlse = None if dlse is None else dlse[0]
-    if x.on_device:
-        for name in ("q_lengths", "kv_lengths", "q_offset"):
-            if isinstance(options.get(name), np.ndarray):
-                options[name] = moved(options[name])
-        cu = None if cu is None else (moved(cu[0]), moved(cu[1]))
-    return Made(passed, options | where.options(), cu, clean, dlse, empty_rows)
-
-
-def _laid(a: Any, view: str) -> Any:
-    """The same numbers in other memory; what lies between them is NaN."""
-    if view == "wide":
-        home = a.new_full((*a.shape[:-1], a.shape[-1] + 8), math.nan)
-        home[..., : a.shape[-1]] = a
-        return home[..., : a.shape[-1]]
-    if view == "plain":
-        return a
-    turned = a.transpose(1, 2).contiguous()
-    return turned if view == "bthd" else turned.transpose(1, 2)
-
-
-def served(made: Made, direction: str) -> str:
-    """Which kernel has a call, as its plan says."""
-    import rawflash as rf
-
-    cu = {} if made.cu_seqlens is None else dict(zip(("cu_seqlens_q", "cu_seqlens_k"), made.cu_seqlens, strict=True))
-    a = made.arrays
-    plan = rf.explain(a["q"], a["k"], a["v"], direction, **cu, **made.options)
-    return f"{plan.kernel}, {plan.tiles.family}"
-
-
-def call(made: Made, backward: bool) -> dict[str, Any]:
-    """Results of a call, by name."""
-    import rawflash as rf
-
-    q, k, v, dout = (made.arrays[name] for name in ("q", "k", "v", "dout"))
-    cu, options = made.cu_seqlens, made.options
-    forward = {name: value for name, value in options.items() if name != "deterministic"}
-    if cu is None:
-        out, lse = rf.attention(q, k, v, return_lse=True, **forward)
-    else:
-        out, lse = rf.attention_varlen(q, k, v, *cu, return_lse=True, **forward)
-    found = {"out": out, "lse": lse}
-    if backward:
-        wrt = ("q", "k", "v", "sinks") if "sinks" in options else ("q", "k", "v")
-        more = options | {"dlse": made.dlse, "wrt": wrt}
-        if cu is None:
-            grads = rf.attention_backward(dout, q, k, v, out, lse, **more)
-        else:
-            grads = rf.attention_varlen_backward(dout, q, k, v, out, lse, *cu, **more)
-        found |= {"d" + name: gradient for name, gradient in zip(wrt, grads, strict=True)}
-    return found
-
-
-def ratios(made: Made, results: dict[str, Any], expected: dict[str, tuple[Any, Any]]) -> dict[str, Any]:
-    """Ratio of error to allowed error of each result, on the device."""
-    dtypes, found = made.clean.dtypes(), {}
-    for name, (exact, allowed) in expected.items():
-        if results[name].dtype != dtypes[name]:
-            raise ValueError(f"{name} is {results[name].dtype}; expected {dtypes[name]}")
-        found[name] = dense.ratio(made.axes(results[name]), exact, allowed)
-    return found
-
-
 def of_oracle(x: Drawn, made: Made, results: dict[str, Any], expected: dict[str, tuple[Any, Any]]) -> Row:
     """The same results held against the NumPy oracle, and how far the two references are apart."""
     from rawflash.accuracy import error_ratio
     from rawflash.accuracy import reference as numpy_reference
 
-    def host(a: Any) -> Any:
-        return a.float().cpu().numpy() if hasattr(a, "cpu") else a
+    def host(a: Any, wide: bool = False) -> Any:
+        """As NumPy has it, without the axis of a batch if sequences are packed."""
+        a = (a.double() if wide else a.float()).cpu().numpy()
+        return a[0] if x.cu_seqlens is not None and a.ndim > 2 else a
 
-    clean = made.clean
-    arrays = {name: host(a if x.cu_seqlens is None else a[0]) for name, a in
-              (("q", clean.q), ("k", clean.k), ("v", clean.v))}  # fmt: skip
-    options = {name: value for name, value in x.options.items()}
-    for name in ("sinks", "alibi_slopes"):
-        if name in made.options:
-            options[name] = host(made.options[name])
+    clean, options = made.clean, dict(x.options)
+    options |= {name: host(made.options[name]) for name in ("sinks", "alibi_slopes") if name in made.options}
     if x.cu_seqlens is not None:
-        options |= dict(zip(("cu_seqlens_q", "cu_seqlens_k"), x.cu_seqlens, strict=True))
+        options |= {"cu_seqlens_q": x.cu_seqlens[0], "cu_seqlens_k": x.cu_seqlens[1]}
     if clean.dout is not None:
-        options["dout"] = host(clean.dout if x.cu_seqlens is None else clean.dout[0])
-        options["wrt"] = tuple(name[1:] for name in clean.names()[2:])
-        if made.dlse is not None:
-            options["dlse"] = host(made.dlse)
-    found = numpy_reference(**arrays, dtype=x.kind.dtype, **options)
+        options |= {"dout": host(clean.dout), "wrt": tuple(name[1:] for name in clean.names()[2:])}
+        if clean.dlse is not None:
+            options["dlse"] = host(clean.dlse)
+    found = numpy_reference(host(clean.q), host(clean.k), host(clean.v), dtype=x.kind.dtype, **options)
     apart, wider, worst = 0.0, 0.0, {}
     for name, (exact, allowed) in expected.items():
-        got, want = (host(a if x.cu_seqlens is None or name == "dsinks" else a[0]) for a in (
-            made.axes(results[name]) if name != "dsinks" else results[name], exact.double()))  # fmt: skip
-        want = (exact if x.cu_seqlens is None or name == "dsinks" else exact[0]).cpu().numpy()
         true, bound = found.oracle[name], found.allowed[name]
-        finite = np.isfinite(true)
-        if want.shape != true.shape or not (np.isfinite(want) == finite).all():
+        want, mine = host(exact, True), host(allowed.expand(exact.shape), True)
+        where_finite = np.isfinite(true)
+        if want.shape != true.shape or not (np.isfinite(want) == where_finite).all():
             raise ArithmeticError(f"the references differ: {name}")
-        highest = np.abs(true[finite]).max(initial=1e-30)
-        apart = max(apart, float(np.abs(want - true)[finite].max(initial=0.0) / highest))
-        mine = np.broadcast_to((allowed if x.cu_seqlens is None or name == "dsinks" or allowed.ndim == 0
-                                else allowed[0]).cpu().numpy(), true.shape)  # fmt: skip
+        differences = np.abs(want[where_finite] - true[where_finite])
+        apart = max(apart, float(differences.max(initial=0.0) / np.abs(true[where_finite]).max(initial=1e-30)))
         wider = max(wider, float((mine / bound).max(initial=0.0)))
-        worst[name] = round(error_ratio(name, got, found), 4)
+        worst[name] = round(error_ratio(name, host(made.axes(results[name])), found), 4)
     return {"apart": apart, "bound_by_oracle": round(wider, 4), "worst": worst}
 
 
@@ -457,7 +132,7 @@ def soak(where: Where, kind: Kind, shapes: int, seed: int, oracle: bool = False,
             if lost(where):
                 break
             continue
-        counts.update(_traits(x) + ["rows without keys"] * bool(empty))
+        counts.update(traits(x) + ["rows without keys"] * bool(empty))
         for name, value in zip(found, values, strict=True):
             if not value <= worst.get(name, [-1.0])[0]:
                 worst[name] = [round(value, 4), n]
@@ -474,21 +149,6 @@ def _together(values: Sequence[Any]) -> list[float]:
 
     made: list[float] = torch.stack([value.double().reshape(()) for value in values]).tolist()
     return made
-
-
-def _traits(x: Drawn) -> list[str]:
-    """What a call has, of what is asked for."""
-    k, o = x.kind, x.options
-    has = {
-        k.dtype: True, "causal": "causal" in o, "window": "window" in o, "q_offset": "q_offset" in o,
-        "lengths": k.lengths, "packed": k.packed, "softcap": k.softcap, "ALiBi": k.alibi, "sinks": bool(k.sinks),
-        "dlse": k.dlse, "deterministic": k.deterministic, "grouped heads": x.group > 1,
-        "one key head": x.group > 1 and x.Hkv == 1, "d != dv": k.d != k.dv, "above 128 columns": max(k.d, k.dv) > 128,
-        "T = 1": 1 in (x.Tq, x.Tk), "Tq != Tk": x.Tq != x.Tk, "T % 128 = 64": 64 in (x.Tq % 128, x.Tk % 128),
-        "(B, T, H, d)": x.view in ("bthd", "turned"), "rows apart": x.view == "wide", "NaN in padding":
-            x.poisoned and (k.packed or k.lengths), "tables on the GPU": x.on_device,
-    }  # fmt: skip
-    return [name for name, is_so in has.items() if is_so]
 
 
 def said(error: BaseException) -> str:
@@ -644,8 +304,8 @@ def graphs(where: Where, name: str, replays: int = REPLAYS) -> Row:
 
 FAMILIES = (
     "normal", "later keys x 10", "later keys x 40", "later keys x 1000", "earlier keys x 10", "earlier keys x 40",
-    "earlier keys x 1000", "first key x 300", "middle key x 300", "last key x 300", "ramp up to 50", "ramp down from 50",
-    "ramp up to 2000", "ramp down from 2000", "first blocks -inf", "first blocks masked",
+    "earlier keys x 1000", "first key x 300", "middle key x 300", "last key x 300", "ramp up to 50",
+    "ramp down from 50", "ramp up to 2000", "ramp down from 2000", "first blocks -inf", "first blocks masked",
 )  # fmt: skip
 LENGTHS = (4096, 65536)
 SAMPLED = 256  # rows of each head
@@ -690,22 +350,16 @@ def exact_maximum() -> Iterator[None]:
         yield
 
 
-def cudnn_forward(q: Any, k: Any, v: Any, causal: bool, keep: bool = False) -> Any:
-    """PyTorch's operator, all that it returns."""
-    import torch
+def cudnn(q: Any, k: Any, v: Any, causal: bool, dout: Any = None) -> Any:
+    """What cuDNN makes of it, in PyTorch: out, or with ``dout`` the gradients."""
+    from bench.cases import Case
+    from bench.inputs import Inputs
+    from bench.peers import PEERS
 
-    operator = torch.ops.aten._scaled_dot_product_cudnn_attention
-    return operator(q, k, v, None, keep, 0.0, causal, False, scale=1 / math.sqrt(q.shape[-1]))
-
-
-def cudnn_backward(dout: Any, q: Any, k: Any, v: Any, made: Any, causal: bool) -> Any:
-    """The gradients of what :func:`cudnn_forward` returned with ``keep``."""
-    import torch
-
-    out, lse, cu_q, cu_k, most_q, most_k, seed, offset, _ = made
-    operator = torch.ops.aten._scaled_dot_product_cudnn_attention_backward
-    rest = (seed, offset, None, cu_q, cu_k, most_q, most_k, 0.0, causal)
-    return operator(dout, q, k, v, out, lse, *rest, scale=1 / math.sqrt(q.shape[-1]))
+    (B, H, T, d), peer = q.shape, PEERS["torch-cudnn"]
+    case = Case(direction="forward" if dout is None else "backward", dtype=str(q.dtype).removeprefix("torch."),
+                B=B, Hq=H, Hkv=H, Tq=T, Tk=T, d=d, dv=d, causal=causal)  # fmt: skip
+    return peer.results(case, peer.prepare(case, Inputs(q, k, v, dout))())
 
 
 def accuracy(where: Where, dtype: str, d: int, T: int, causal: bool, families: Sequence[str] = FAMILIES) -> Row:
@@ -730,16 +384,19 @@ def accuracy(where: Where, dtype: str, d: int, T: int, causal: bool, families: S
         visible = (rows[:, None] + shift >= at) if causal else torch.ones(len(rows), T, dtype=torch.bool, device=device)
         here = torch.ones(1, 1, len(rows), dtype=torch.bool, device=device)
         expected = dense.reference(dense.Call(q[:, :, rows], k, v, visible[None, None], here))
-        runs: dict[str, Callable[[], Any]] = {"rawflash": lambda: rf.attention(q, k, v, **options)}  # noqa: B023
-        if dtype == "bfloat16" and where.device != "cpu":
-            runs["followed"] = lambda: rf.attention(q, k, v, **options)  # noqa: B023
-        if not masked and where.device != "cpu":
-            runs["cudnn"] = lambda: cudnn_forward(q, k, v, causal)[0]  # noqa: B023
+        ours = partial(rf.attention, q, k, v, **options)
+        runs: dict[str, Callable[[], Any]] = {"rawflash": ours}
+        if dtype == "bfloat16" and where.device != "cpu":  # in float16 it is followed in any case
+            runs["followed"] = ours
+        if not masked and where.device != "cpu":  # cuDNN has no offset
+            runs["cudnn"] = partial(cudnn, q, k, v, causal)
         line: Row = {}
         for who, run in runs.items():
             with exact_maximum() if who == "followed" else contextlib.nullcontext():
                 try:
-                    line[who] = errors(run()[:, :, rows], *expected["out"])
+                    out = run()
+                    out = out[0] if who == "cudnn" else out
+                    line[who] = errors(out[:, :, rows], *expected["out"])
                 except Exception as error:
                     line[who] = {"failed": said(error)}
                     if who != "cudnn":
@@ -787,7 +444,8 @@ def gradients(where: Where, dtype: str, d: int, T: int, causal: bool,
         q, k, v = scores(name, T, d, dtype, device, H=4, seed=100 + n)
         dout = torch.randn(q.shape, generator=torch.Generator(device).manual_seed(n), device=device).to(q.dtype)
         clean = dense.Call(q, k, v, visible[None, None], rows, dout=dout)
-        made = Made({"q": q, "k": k, "v": v, "dout": dout}, {"causal": causal} | where.options(), None, clean, None, None)
+        arrays = {"q": q, "k": k, "v": v, "dout": dout}
+        made = Made(arrays, {"causal": causal} | where.options(), None, clean, None, None)
         expected = dense.reference(clean)
         kernels[served(made, "backward")] += 1
         results = call(made, True)
@@ -795,9 +453,8 @@ def gradients(where: Where, dtype: str, d: int, T: int, causal: bool,
         why = ""
         if where.device != "cpu":
             try:
-                kept = cudnn_forward(q, k, v, causal, keep=True)
-                grads = cudnn_backward(dout, q, k, v, kept, causal)
-                theirs = dict(zip(("out", "dq", "dk", "dv"), (kept[0], *grads[:3]), strict=True))
+                found = *cudnn(q, k, v, causal), *cudnn(q, k, v, causal, dout)
+                theirs = dict(zip(("out", "dq", "dk", "dv"), found, strict=True))
             except Exception as error:
                 why = said(error)
                 if lost(where):
@@ -821,40 +478,40 @@ def gradients(where: Where, dtype: str, d: int, T: int, causal: bool,
 
 
 REDO_ROUNDS, REDO_CALLS = 7, 5
+REDO_HEADS = {4096: 64, 16384: 16}  # by T: enough that launches are hidden
 
 
-def redo(where: Where, d: int, T: int, causal: bool, H: int = 16) -> Row:
-    """Microseconds of a call of which no piece is done again, one, or each; and of the loop that follows the maximum."""
+def redo(where: Where, d: int, T: int, causal: bool) -> Row:
+    """Microseconds of a call of which no piece is done again, one or almost all, and of the loop that follows the
+    maximum."""
     import torch
 
     import rawflash as rf
     from bench import timing
+    from rawflash import problem
+    from rawflash.backends.cupy_raw.fa2_forward import EXACT_MAXIMUM
 
-    queue = timing.TorchQueue()
+    H, queue, memo = REDO_HEADS[T], timing.TorchQueue(), dict[Any, Any]()
+
+    def followed(*arrays: Any, **options: Any) -> Any:
+        with mock.patch.dict(os.environ, {EXACT_MAXIMUM: "1"}), mock.patch.object(problem, "_MEMO", memo):
+            return rf.attention(*arrays, **options)
+
+    turns: dict[str, Any] = {}
     with queue:
         normal = scores("normal", T, d, "bfloat16", where.device, H=H)
-        one = tuple(a.clone() for a in normal)
-        one[0][:, 0, T - 1] *= 400  # a row
-        # What rows meet first is small, all behind it large: keys of every block of rows, but for those near it
-        each = tuple(a.clone() for a in normal)
-        each[0][..., 0] = 1
-        each[1][..., 0] = torch.linspace(600.0 * math.sqrt(d) * T / 4096, 0, T, device=where.device).to(each[1].dtype)
-        # Warm: kernels made, and kept in other tables of problems than the usual ones
-        inputs = {"none": normal, "one row": one, "every piece": each}
-        turns: dict[str, Any] = {}
-        for name, (q, k, v) in inputs.items():
-            turns[name] = timing.Queued(queue, [lambda q=q, k=k, v=v: rf.attention(q, k, v, causal=causal)] * REDO_CALLS)
-        found, memo = {}, {}
-        from rawflash import problem
-        from rawflash.backends.cupy_raw.fa2_forward import EXACT_MAXIMUM
-
-        def followed(q: Any = normal[0], k: Any = normal[1], v: Any = normal[2]) -> Any:
-            with mock.patch.dict(os.environ, {EXACT_MAXIMUM: "1"}), mock.patch.object(problem, "_MEMO", memo):
-                return rf.attention(q, k, v, causal=causal)
-
-        turns["maximum followed"] = timing.Queued(queue, [followed] * REDO_CALLS)
-        for turn in turns.values():
-            turn.warm()
+        one, most = (tuple(a.clone() for a in normal) for _ in range(2))
+        one[0][:, 0, T - 1] *= 400
+        # The larger the farther from those that the loop meets first; the first rows of a causal call meet all at once
+        most[0][..., 0] = 1
+        most[1][..., 0] = torch.linspace(0.6 * math.sqrt(d) * T, 0, T, device=where.device)
+        for name, function, arrays in (
+            ("none", rf.attention, normal), ("one row", rf.attention, one), ("almost all", rf.attention, most),
+            ("none, maximum followed", followed, normal), ("almost all, maximum followed", followed, most),
+        ):  # fmt: skip
+            turns[name] = timing.Queued(queue, [partial(function, *arrays, causal=causal)] * REDO_CALLS)
+            turns[name].warm()
+    found = {}
     for name, times in timing.alternate(turns, dict.fromkeys(turns, REDO_ROUNDS)).items():
         if isinstance(times, Exception):
             raise times
@@ -903,7 +560,7 @@ def alone(parts: Sequence[str]) -> list[Job]:
     if "redo" not in parts:
         return []
     return [Job(f"redo/d = {d}, T = {T}" + ", causal" * causal, "redo", {"d": d, "T": T, "causal": causal})
-            for d in (64, 128) for T in (2048, 16384) for causal in (False, True)]  # fmt: skip
+            for d in (64, 128) for T in REDO_HEADS for causal in (False, True)]  # fmt: skip
 
 
 _LOST = False
@@ -1073,8 +730,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for failure in row["failures"]:
             print(f"FAILED {row['name']}: {failure}", flush=True)
         if len(rows) % 10 == 0 or row.get("seconds", 0) > 20 or not row["name"].startswith(("forward", "backward")):
-            print(f"[{len(rows)}/{total}] {time.monotonic() - begun:.0f} s, {row['name']}: {row.get('seconds', 0):.1f} s",
-                  flush=True)  # fmt: skip
+            taken = f"{time.monotonic() - begun:.0f} s, {row['name']}: {row.get('seconds', 0):.1f} s"
+            print(f"[{len(rows)}/{total}] {taken}", flush=True)
             save()
 
     end, stuck = begun + options.seconds, ""
