@@ -23,6 +23,7 @@ HEADS = {  # d and dv; the first ones more often
                  (192, 128), (8, 120), (72, 40), (192, 192), (64, 256), (256, 136), (16, 8)),
 }  # fmt: skip
 ROWS = {"long": (193, 600), "short": (17, 192), "few": (1, 16)}  # by which the forward pass has other kernels
+LONGEST_KEYS = 600
 EDGES = (1, 17, 63, 64, 65, 127, 128, 129, 191, 192, 193, 255, 256, 257, 320, 383, 384, 448, 511, 512, 513, 576)
 BANDS = ("none", "causal", "causal", "window", "left", "right", "causal window")
 VIEWS = ("plain", "bthd", "turned", "wide")  # in memory (B, H, T, d) or (B, T, H, d); rows with more columns
@@ -131,7 +132,7 @@ def draw(kind: Kind, number: int, seed: int) -> Drawn:
     Hkv, group = int(rng.choice([1, 1, 2, 3])), int(rng.choice([1, 1, 2, 4]))
     Hkv, group = (Hkv, group) if B * Hkv * group <= MOST_HEADS else (1, min(group, MOST_HEADS // B))
     low, high = ROWS[kind.rows]
-    Tq, Tk = length(low, high), length(1, 600)
+    Tq, Tk = length(low, high), length(1, LONGEST_KEYS)
     if rng.random() < 0.2:
         Tk = Tq
     options: dict[str, Any] = {}
@@ -150,10 +151,10 @@ def draw(kind: Kind, number: int, seed: int) -> Drawn:
         left, right = (int(rng.choice([0, 3, int(rng.integers(1, 300)), 128])) for _ in range(2))
         options["window"] = None if kind.band == "right" else left, None if kind.band == "left" else right
     if kind.band != "none" or kind.alibi:
-        far = [0, Tk - Tq, -1000, 1000, int(rng.integers(-Tq - 2, Tk + 3))]
+        far = (0, 0, 0, Tk - Tq, -1000, 1000)
         how = rng.integers(4)
         if how == 1:
-            options["q_offset"] = int(rng.choice(far))
+            options["q_offset"] = int(rng.choice([*far, *rng.integers(-Tq - 2, Tk + 3, 6)]))
         elif how == 2:
             options["q_offset"] = rng.integers(-Tq - 2, Tk + 3, sequences)
     if kind.softcap:
@@ -182,6 +183,7 @@ class Made:
     clean: dense.Call
     dlse: Any
     empty_rows: Any
+    nothing: Any = None  # is visible to any row
 
     def axes(self, a: Any) -> Any:
         """A result as ``(B, H, T, ...)``; one number a head stays as it is."""
@@ -277,7 +279,7 @@ def make(x: Drawn, where: Where) -> Made:
             if isinstance(options.get(name), np.ndarray):
                 options[name] = moved(options[name])
         cu = None if cu is None else (moved(cu[0]), moved(cu[1]))
-    return Made(passed, options | where.options(), cu, clean, dlse, empty_rows)
+    return Made(passed, options | where.options(), cu, clean, dlse, empty_rows, ~visible.any())
 
 
 def _laid(a: Any, view: str) -> Any:

@@ -120,7 +120,7 @@ def soak(where: Where, kind: Kind, shapes: int, seed: int, oracle: bool = False,
             results = call(made, backward)
             expected = dense.reference(made.clean)
             found = ratios(made, results, expected)
-            *values, empty = _together([*found.values(), made.empty_rows])
+            *values, empty, nothing = _together([*found.values(), made.empty_rows, made.nothing])
             if oracle and n == 0:
                 compared = of_oracle(x, made, results, expected)
                 bad = {name: r for name, r in compared["worst"].items() if not r <= 1}
@@ -132,7 +132,7 @@ def soak(where: Where, kind: Kind, shapes: int, seed: int, oracle: bool = False,
             if lost(where):
                 break
             continue
-        counts.update(traits(x) + ["rows without keys"] * bool(empty))
+        counts.update(traits(x) + ["rows without keys"] * bool(empty) + ["nothing visible"] * bool(nothing))
         for name, value in zip(found, values, strict=True):
             if not value <= worst.get(name, [-1.0])[0]:
                 worst[name] = [round(value, 4), n]
@@ -574,7 +574,6 @@ def prepare(where: Where) -> None:
 
     tiling.WGMMA_FEWEST = 0.0
     torch.set_float32_matmul_precision("highest")
-    torch.set_num_threads(1)
 
 
 def do(where: Where, job: Job) -> Row:
