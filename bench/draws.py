@@ -314,7 +314,8 @@ def traits(x: Drawn) -> list[str]:
         "one key head": x.group > 1 and x.Hkv == 1, "d != dv": k.d != k.dv, "above 128 columns": max(k.d, k.dv) > 128,
         "T = 1": 1 in (x.Tq, x.Tk), "Tq != Tk": x.Tq != x.Tk, "T % 128 = 64": 64 in (x.Tq % 128, x.Tk % 128),
         "(B, T, H, d)": x.view in ("bthd", "turned"), "rows apart": x.view == "wide", "NaN in padding":
-            x.poisoned and (k.packed or k.lengths), "tables on the GPU": x.on_device,
+            x.poisoned and (k.packed or k.lengths), "tables on the GPU": x.on_device and (
+            k.packed or k.lengths or isinstance(o.get("q_offset"), np.ndarray)),
     }  # fmt: skip
     return [name for name, is_so in has.items() if is_so]
 

@@ -345,7 +345,10 @@ def ceilings(results: Results) -> Made:
 
 
 def _of_part(results: Results, part: str) -> list[Row]:
-    return [row for name, row in results.rows.items() if name.startswith(part + "/")]
+    """In the order of their names, numbers as numbers."""
+    names = [name for name in results.rows if name.startswith(part + "/")]
+    names.sort(key=lambda name: re.sub(r"\d+", lambda digits: digits[0].zfill(9), name))
+    return results.of(names)
 
 
 def _worst(worst: dict[str, Any]) -> str:
