@@ -16,7 +16,7 @@ The parts:
 * ``redo``: what a call takes of which no piece, one or every piece is done again. By itself, after all others.
 
 Jobs are shared out to processes on one GPU. Exit status: 0; 1 if something failed or was not run; 2 when the call makes
-no sense; 3 when no job has ended for ``--limit`` seconds, which is what a deadlock looks like.
+no sense; 3 when a job has not ended within ``--limit`` seconds, which is what a deadlock looks like.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ import os
 import sys
 import time
 import traceback
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from dataclasses import asdict, dataclass, field
@@ -48,7 +48,7 @@ PARTS = ("forward", "backward", "repeats", "graphs", "accuracy", "gradients", "r
 EXIT_FAILED, EXIT_USAGE, EXIT_STUCK = 1, 2, 3
 SHAPES = {"forward": 32, "backward": 34}  # of each
 ORACLE_EVERY = 4  # of every fourth set one call is compared with the NumPy oracle, too
-PROCESSES = 12
+PROCESSES = 15
 TEXT = 300  # characters of an error
 BY_CUDNN = 1.5  # the largest error may be that of cuDNN's
 Row = dict[str, Any]
@@ -576,9 +576,6 @@ def alone(parts: Sequence[str]) -> list[Job]:
             for d in (64, 128) for T in REDO_HEADS for causal in (False, True)]  # fmt: skip
 
 
-_LOST = False
-
-
 def prepare(where: Where) -> None:
     """A process that does jobs: small calls, too, go to the kernels of sm_90."""
     import torch
@@ -590,59 +587,89 @@ def prepare(where: Where) -> None:
 
 
 def do(where: Where, job: Job) -> Row:
-    """The row of a job, whatever happens."""
-    global _LOST
+    """The row of a job, whatever happens; "lost" in it: this process cannot use the GPU any more."""
     begun = time.perf_counter()
-    if _LOST:
-        return {"name": job.name, "failures": [{"what": "not run: this process had lost the GPU"}], "seconds": 0.0}
     try:
         row = globals()[job.function](where, **job.given)
     except Exception as error:
         traceback.print_exc()
         row = {"failures": [{"what": said(error)}]}
-    if row["failures"]:
-        _LOST = lost(where)
+    if row["failures"] and lost(where):
+        row["lost"] = True
     return {"name": job.name} | row | {"seconds": round(time.perf_counter() - begun, 2)}
 
 
-class Stuck(RuntimeError):
-    """No job has ended for too long."""
+class Worker:
+    """A process that does one job after the other."""
+
+    def __init__(self, where: Where) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._where = where
+        self._pool = ProcessPoolExecutor(1, mp_context=context, initializer=prepare, initargs=(where,))
+
+    def begin(self, job: Job) -> Future[Row]:
+        return self._pool.submit(do, self._where, job)
+
+    def leave(self, wait: bool) -> None:
+        """There is no other job."""
+        self._pool.shutdown(wait)
+
+    def kill(self) -> None:
+        """Whatever it does."""
+        processes = list((self._pool._processes or {}).values())
+        for process in processes:
+            process.kill()
+        self._pool.shutdown(wait=False, cancel_futures=True)
 
 
-def share(where: Where, todo: list[Job], processes: int, end: float, limit: float,
+def share(where: Where, todo: Sequence[Job], processes: int, end: float, limit: float,
           done: Callable[[Row], None]) -> None:  # fmt: skip
-    """Do jobs in processes, or in this one if there are to be none; those not begun at ``end`` are left."""
+    """Do jobs in processes, or in this one if there are to be none; those not begun at ``end`` are left.
+
+    A process that has lost the GPU, ended, or not ended its job within ``limit`` seconds is replaced.
+    """
+    waiting = deque(todo)
     if not processes:
         prepare(where)
-        for job in todo:
-            if time.monotonic() > end:
-                return
-            done(do(where, job))
+        while waiting and time.monotonic() < end:
+            done(do(where, waiting.popleft()))
         return
     for name in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS"):
         os.environ.setdefault(name, "1")
-    context = multiprocessing.get_context("spawn")
-    pool = ProcessPoolExecutor(processes, mp_context=context, initializer=prepare, initargs=(where,))
-    waiting: dict[Future[Row], Job] = {pool.submit(do, where, job): job for job in todo}
-    try:
-        while waiting:
-            ended, _ = wait(waiting, timeout=limit, return_when=FIRST_COMPLETED)
-            if not ended:
-                running = [job.name for future, job in waiting.items() if future.running()]
-                raise Stuck(f"no job has ended for {limit:.0f} s; under way: {', '.join(running)}")
-            for future in ended:
-                job = waiting.pop(future)
-                if not future.cancelled():
-                    error = future.exception()  # of a process that ended, not of a job
-                    done({"name": job.name, "failures": [{"what": said(error)}]} if error else future.result())
-            if time.monotonic() > end:
-                for future in waiting:
-                    future.cancel()
-    except Stuck:
-        for process in list(pool._processes.values()):
-            process.kill()
-        raise
-    pool.shutdown()  # what comes next is timed
+    running: dict[Future[Row], tuple[Worker, Job, float]] = {}
+    idle: list[Worker] = []
+
+    def begin(worker: Worker | None) -> None:
+        if waiting and time.monotonic() < end:
+            job, worker = waiting.popleft(), worker or Worker(where)
+            running[worker.begin(job)] = worker, job, time.monotonic()
+        elif worker:
+            worker.leave(wait=False)
+            idle.append(worker)
+
+    for _ in range(processes):
+        begin(None)
+    while running:
+        ended, _ = wait(running, timeout=1, return_when=FIRST_COMPLETED)
+        for future in ended:
+            worker, job, _ = running.pop(future)
+            error = future.exception()  # of the process, not of the job
+            row = {"name": job.name, "failures": [{"what": said(error)}]} if error else future.result()
+            done(row)
+            if error or row.get("lost"):
+                worker.kill()
+                begin(None)
+            else:
+                begin(worker)
+        for future, (worker, job, begun) in list(running.items()):
+            if time.monotonic() - begun > limit and not future.done():
+                del running[future]
+                worker.kill()
+                what = f"no end after {limit:.0f} s: what a deadlock looks like"
+                done({"name": job.name, "failures": [{"what": what}], "stuck": True})
+                begin(None)
+    for worker in idle:  # what comes next may be timed
+        worker.leave(wait=True)
 
 
 # ---- the record ----------------------------------------------------------------------------------------------
@@ -700,7 +727,7 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--sets", type=int, help="sets of constants of a part that draws")
     found.add_argument("--shapes", type=int, help="calls of each set")
     found.add_argument("--seconds", type=float, default=400, help="no job is begun after this time")
-    found.add_argument("--limit", type=float, default=100, help="seconds without any job's end after which all end")
+    found.add_argument("--limit", type=float, default=150, help="seconds that a job may take")
     found.add_argument("--processes", type=int, default=min(PROCESSES, os.cpu_count() or 1), help="0: in this one")
     found.add_argument("--device", choices=("cuda", "cpu"), default="cuda",
                        help="cpu: numpy_tiled, for a look at the script itself")  # fmt: skip
@@ -745,22 +772,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"[{len(rows)}/{total}] {taken}", flush=True)
             save()
 
-    end, stuck = begun + options.seconds, ""
-    try:
-        share(where, todo, options.processes, end, options.limit, done)
-        share(where, last, 0, end, options.limit, done)
-    except Stuck as error:
-        stuck = str(error)
-        print(stuck, file=sys.stderr, flush=True)
+    end = begun + options.seconds
+    share(where, todo, options.processes, end, options.limit, done)
+    share(where, last, min(options.processes, 1), end, options.limit, done)
     ran = {row["name"] for row in rows}
     missing = [job.name for job in todo + last if job.name not in ran]
-    save(**({"not_run": missing} if missing else {}), **({"stuck": stuck} if stuck else {}))
+    save(**({"not_run": missing} if missing else {}))
     for part, entry in summary(rows).items():
         print(f"{part}: {finite(entry)}", flush=True)
     failures = sum(len(row["failures"]) for row in rows)
     print(f"{failures} failures, {len(missing)} jobs not run, {time.monotonic() - begun:.0f} s", flush=True)
-    if stuck:
-        os._exit(EXIT_STUCK)  # a GPU that does not answer would hold this process
+    if any(row.get("stuck") for row in rows):
+        sys.stdout.flush()
+        os._exit(EXIT_STUCK)  # a process that cannot be ended would hold this one
     return EXIT_FAILED if failures or missing else 0
 
 

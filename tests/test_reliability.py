@@ -1,6 +1,7 @@
 """bench.reliability where there is no GPU: drawing, the reference, failures and the exit status, tables."""
 
 import json
+from concurrent.futures import Future
 from dataclasses import replace
 
 import numpy as np
@@ -127,6 +128,37 @@ def test_jobs_that_are_not_run_are_no_success(small, tmp_path):
     assert reliability.main([*given, "--seconds", "-1"]) == reliability.EXIT_FAILED
     assert record.read(path)["not_run"] == ["forward/0"]
     assert reliability.main(["--only", "nothing"]) == reliability.EXIT_USAGE
+
+
+def test_processes_that_are_lost_are_replaced(monkeypatch):
+    """A process that ended, one that lost the GPU, one that does not end its job: the other jobs are done."""
+    made = []
+
+    class Worker:
+        def __init__(self, where):
+            made.append([])
+
+        def begin(self, job):
+            made[-1].append(job.name)
+            future = Future()
+            if job.name == "ended":
+                future.set_exception(OSError("gone"))
+            elif job.name != "stuck":
+                future.set_result({"name": job.name, "failures": []} | ({"lost": True} if job.name == "lost" else {}))
+            return future
+
+        def kill(self):
+            made[-1].append("killed")
+
+        def leave(self, wait):
+            made[-1].append("left")
+
+    monkeypatch.setattr(reliability, "Worker", Worker)
+    rows, jobs = [], [reliability.Job(name, "soak") for name in ("a", "ended", "lost", "b", "stuck", "c")]
+    reliability.share(CPU, jobs, 1, 1e30, 0.1, rows.append)
+    assert [row["name"] for row in rows] == ["a", "ended", "lost", "b", "stuck", "c"]
+    assert [len(row["failures"]) for row in rows] == [0, 1, 0, 0, 1, 0] and rows[4]["stuck"]
+    assert made == [["a", "ended", "killed"], ["lost", "killed"], ["b", "stuck", "killed"], ["c", "left", "left"]]
 
 
 def test_tables(tmp_path):
