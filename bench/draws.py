@@ -131,7 +131,7 @@ def draw(kind: Kind, number: int, seed: int) -> Drawn:
     B = 1 if kind.packed else sequences
     Hkv, group = int(rng.choice([1, 1, 2, 3])), int(rng.choice([1, 1, 2, 4]))
     if rng.random() < 0.1:  # more pieces of work than multiprocessors
-        Hkv, group = int(rng.choice([8, 12, 16])), int(rng.choice([1, 2, 4]))
+        Hkv, group = int(rng.choice([16, 32])) // B, int(rng.choice([1, 2, 4]))
         group = min(group, max(MANY_HEADS // (B * Hkv), 1))
     elif B * Hkv * group > MOST_HEADS:
         Hkv, group = 1, min(group, MOST_HEADS // B)
