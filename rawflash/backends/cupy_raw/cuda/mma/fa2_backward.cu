@@ -731,13 +731,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) fa2_backward_keys(
     // lse and delta are copied as they are; once it is there, lse is made what subtract_lse() takes
     float* const statistics = (float*)(on_chip + STATISTICS_AT);
     auto load_statistics = [&](const Rows& r, const Walk& to, int stage) {
-        if (threadIdx.x < 2 * BR) {
-            const unsigned row = to.m * BR + threadIdx.x % BR, head = to.h - r.h_first;
-            const bool exists = (int)row < r.count, has_lse = threadIdx.x < BR;
+        const unsigned thread = once_more(threadIdx.x);
+        if (thread < 2 * BR) {
+            const unsigned row = to.m * BR + thread % BR, head = to.h - r.h_first;
+            const bool exists = (int)row < r.count, has_lse = thread < BR;
             const float* from = has_lse ? r.lse : r.delta;
             if (exists)
                 from += has_lse ? head * call.lse.head + row * call.lse.row : head * call.delta.head + row * call.delta.row;
-            copy_to_shared<4>(statistics + stage * (2 * BR) + threadIdx.x, from, exists);
+            copy_to_shared<4>(statistics + stage * (2 * BR) + thread, from, exists);
         }
     };
     auto finish_statistics = [&](const Rows& r, const Walk& of, int stage) {
