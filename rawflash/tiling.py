@@ -982,7 +982,7 @@ def _raw_backward(problem: Problem, chip: Chip) -> Tiles:
         late = late and stages == RAW_LATE and not problem.deterministic
         tall = late and not worked and bc == RAW_TALL and sharing == 1
         four = (br, bc, stages) in RAW_FOUR and sharing > 1
-        late = tall or late and (2 * widest <= RAW_SUMS or sharing > 1)
+        late = tall or late and (2 * widest <= RAW_SUMS or sharing > 1 and not worked)
         sixteens = 2 if tall or four else 1  # of keys of a warp
         parts = max(sixteens * widest // RAW_SUMS, 1) if sharing == 1 else sharing  # of the columns of their dK and dV
         parts = RAW_FOUR_WARPS if four else parts

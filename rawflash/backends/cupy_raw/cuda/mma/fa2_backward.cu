@@ -7,7 +7,8 @@
 // which are added in the end; else each has its part of the columns of dK and dV, as registers are not enough for more, and P^T passes through
 // on-chip memory too. What products read from there is least where a warp has 32 keys and 32 rows.
 // dQ_i is added at the end of its step, behind a barrier; or, with two tiles for dS (S_STAGES = 2), behind that of the next step.
-// Where Q and dO are there once only and P passes through memory, dO of the next step is loaded as soon as dV is done, Q as soon as dK is.
+// Where Q and dO are there once only and P passes through memory, Q of the next step is loaded as soon as dK is done, and dO as soon as dV is:
+// it may land while S is computed.
 // On chip: K (Bc, d), V (Bc, dv), once or twice dS^T (Bc, Br), with COLUMN_PARTS = 2 P^T (Bc, Br), and once or twice, for this step and the
 // next, Q (Br, d), dO (Br, dv), lse, delta (Br); in registers P (Br, Bc), dK (Bc, d), dV (Bc, dv), dQ (Br, d).
 //
@@ -51,7 +52,7 @@ static_assert(THREADS >= 2 * BR, "a thread has one number of lse or delta");
 
 constexpr bool LATE = S_STAGES == 2 && !DETERMINISTIC;  // dQ is added a step later, and one barrier a step is enough
 static_assert(S_STAGES == 1 || STAGES == 2, "they take turns as Q and dO do");
-constexpr bool EARLY = STAGES == 1 && BY_COLUMNS;  // dO of the next step is loaded before Q
+constexpr bool EARLY = STAGES == 1 && BY_COLUMNS;  // Q of the next step is loaded before dO
 
 constexpr int FAR = 1 << 30;  // beyond all rows and keys of a call that these kernels take
 constexpr unsigned TILE_ALIGNMENT = 1024;
@@ -75,6 +76,7 @@ constexpr bool WIDE_SUMS = SIXTEENS * (Part<D>::COUNT + Part<DV>::COUNT) > 8 && 
 constexpr int WARP_PART = BR / SHARING, MOST = least_of(WARP_PART, 64 / SIXTEENS);
 constexpr int PARTLY = least_of(MOST, HIDING == BY_LOOKING ? 16 : WIDE_SUMS ? 32 / SIXTEENS : 64);
 constexpr int UNROLLED = 2;
+constexpr bool DURING_S = EARLY && IN_SUMS && WARP_PART == MOST;  // dO lands while S is computed, where all is seen
 
 constexpr bool PASSES_DS = BY_COLUMNS || !DETERMINISTIC;  // through on-chip memory
 constexpr bool PUT_FIRST = SIXTEENS == 1 || BY_COLUMNS;     // before the product whose factor it is; else after, which takes more registers
@@ -305,11 +307,12 @@ template <int COUNT> __device__ __forceinline__ unsigned kept_of_keys(const Call
     return keeps;
 }
 
-// P and dS for COUNT pieces of eight passing rows, from row `first` of the block on; take(s, P, dS) is called as soon as those of sixteen are there.
-template <bool OWN_KEYS, int HIDDEN, int COUNT, class Rows, class SeenFrom, class Take>
+// P and dS for COUNT pieces of eight passing rows, from row `first` of the block on; take(s, P, dS) is called as soon as those of sixteen are there,
+// await_other() before the passing rows of dP are read.
+template <bool OWN_KEYS, int HIDDEN, int COUNT, class Rows, class SeenFrom, class Await, class Take>
 __device__ __forceinline__ void score_gradients(
     const Call& call, const Head& at, const Tile& tile, const SeenFrom& seen_from, int first, const Rows& lse, const Rows& delta,
-    const Take& take)
+    const Await& await_other, const Take& take)
 {
     constexpr int ROWS = 8 * COUNT;
     const unsigned d = tile.passing_d + lane_columns<COLUMNS_D>(tile.thread) + first * (COLUMNS_D * 2);
@@ -333,6 +336,7 @@ __device__ __forceinline__ void score_gradients(
                             looked.hidden[m] |= 1u << (4 * n + e);
         }
         subtract_lse(P, tile.scale, lse);
+        await_other();
         row_products<DV, ROWS>(dS, tile.own_v, dv);
         if constexpr (HIDDEN == BY_LOOKING)
             hide(P, dS, looked);
@@ -577,7 +581,13 @@ __device__ __forceinline__ void add_rows(
     const unsigned Q = tile.passing_d + lane_rows<COLUMNS_D>(tile.thread) + first * (COLUMNS_D * 2);
     const unsigned dO = tile.passing_v + lane_rows<COLUMNS_V>(tile.thread) + first * (COLUMNS_V * 2);
     using Numbers = const float (&)[SIXTEENS][ROWS / 8][4];
-    score_gradients<true, HIDDEN, ROWS / 8>(call, at, tile, seen_from, first, of_lse, of_delta, [&](int s, Numbers P, Numbers dS) {
+    auto await_dO = [] {
+        if constexpr (DURING_S && HIDDEN == NOTHING) {
+            await_groups<0>();
+            __syncthreads();  // dO_i is there
+        }
+    };
+    score_gradients<true, HIDDEN, ROWS / 8>(call, at, tile, seen_from, first, of_lse, of_delta, await_dO, [&](int s, Numbers P, Numbers dS) {
         unsigned factor_P[SIXTEENS][4], factor_dS[SIXTEENS][4];
         operand_of(factor_P, P, s);
         operand_of(factor_dS, dS, s);
@@ -763,10 +773,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) fa2_backward_keys(
         load_halves<BC, D, false>(base, [&](int n, bool& exists) { return (exists = n < left) ? K + n * call.k.row : call.k.data; });
         load_halves<BC, DV, false>(base + OWN_V, [&](int n, bool& exists) { return (exists = n < left) ? V + n * call.v.row : call.v.data; });
         load_Q(first_rows, base + PASSING, step);
-        load_dO(first_rows, base + PASSING, step);
         load_statistics(first_rows, step, 0);
+        if constexpr (DURING_S)
+            commit_group();
+        load_dO(first_rows, base + PASSING, step);
         commit_group();
-        await_groups<0>();
+        await_groups<DURING_S>();
         finish_statistics(first_rows, step, 0);
     }
     auto add_dQ = [&](const Rows& r, unsigned tiles, unsigned dS_i, int m, int h) {
@@ -782,7 +794,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) fa2_backward_keys(
     for (bool more = any; more || (LATE && begun);) {
         const unsigned tiles = once_more(base);
         const int next_stage = STAGES == 2 ? stage ^ 1 : 0;
-        __syncthreads();  // Q_i and dO_i are there; no thread reads those of the step before, and its dS
+        __syncthreads();  // Q_i and, but for DURING_S, dO_i are there; no thread reads those of the step before, and its dS
         const Rows& r = *kept_rows;
         const Walk found = HAS_MASK ? step_from(r, step.m + 1, step.h) : step;
         auto next_step = [&]() -> Walk {  // found anew each time where that is easy: between, it takes no registers
@@ -794,12 +806,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) fa2_backward_keys(
             const Walk next = next_step();
             const unsigned to = tiles + PASSING + next_stage * STAGE;
             if (more && next.h < r.h_end) {
-                if (Q)
+                if (Q) {
                     load_Q(r, to, next);
-                if (dO) {
-                    load_dO(r, to, next);
                     load_statistics(r, next, next_stage);
                 }
+                if (dO)
+                    load_dO(r, to, next);
                 commit_group();
             }
         };
@@ -838,6 +850,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) fa2_backward_keys(
             for (int n = 0; n < WARP_PART; n += MOST)
                 add_rows<MOST, NOTHING>(call, at, tile(), seen_from, lse, first + n, dK, dV);
         } else {
+            if constexpr (DURING_S) {
+                await_groups<0>();
+                __syncthreads();  // dO_i is there
+            }
 #pragma unroll 1
             for (int n = 0; n < WARP_PART; n += PARTLY) {
                 const Tile now = tile();
@@ -853,17 +869,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) fa2_backward_keys(
             else
                 __syncthreads();  // and those of all
             const Tile now = tile();
-            add_others<DV>(dV, now.P, now.passing_v);
-            if constexpr (EARLY) {
-                __syncthreads();  // no thread reads dO_i, lse and delta any more
-                load_next(false, true);
-            }
             add_others<D>(dK, now.dS, now.passing_d);
+            if constexpr (EARLY) {
+                __syncthreads();  // no thread reads Q_i, lse and delta any more
+                load_next(true, false);
+            }
+            add_others<DV>(dV, now.P, now.passing_v);
         }
         if constexpr (STAGES == 1 || (!BY_COLUMNS && !LATE && !DETERMINISTIC))
             __syncthreads();  // dS is there, and no thread reads Q_i and dO_i any more
         if constexpr (STAGES == 1)
-            load_next(true, !EARLY);
+            load_next(!EARLY, true);
 
         // dQ_i += dS K
         if constexpr (!DETERMINISTIC && !LATE) {
@@ -874,7 +890,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) fa2_backward_keys(
         step = next_step();
         more = step.h < r.h_end;
         if (more) {
-            await_groups<0>();
+            await_groups<DURING_S>();
             finish_statistics(r, step, next_stage);
         }
         stage = next_stage;
@@ -898,7 +914,8 @@ __device__ __forceinline__ void add_keys(
 {
     const unsigned K = tile.passing_d + lane_rows<COLUMNS_D>(tile.thread) + first * (COLUMNS_D * 2);
     using Numbers = const float (&)[SIXTEENS][KEYS / 8][4];
-    score_gradients<false, HIDDEN, KEYS / 8>(call, at, tile, seen_from, first, lse, delta, [&](int s, Numbers, Numbers dS) {
+    auto nothing_to_await = [] {};
+    score_gradients<false, HIDDEN, KEYS / 8>(call, at, tile, seen_from, first, lse, delta, nothing_to_await, [&](int s, Numbers, Numbers dS) {
         unsigned factor[SIXTEENS][4];
         operand_of(factor, dS, s);
         add_product<D>(dQ, factor, K, s);
