@@ -584,9 +584,13 @@ def test_gradients_of_halves_without_atomics(name, device_by_name, monkeypatch):
         assert np.asarray(one).tobytes() == np.asarray(other).tobytes()
 
 
-@pytest.mark.parametrize("shape", [(128, 128, 2), (64, 128, 2), (64, 64, 1), (32, 32, 1)])
-def test_orders_of_threads_of_halves(device, shape, monkeypatch):
-    case = make(B=1, Hq=2, Hkv=1, Tq=100, Tk=140, d=40, dtype="float16", causal=True)
+@pytest.mark.parametrize(
+    ("shape", "d"),
+    [((128, 128, 2), 40), ((64, 128, 2), 40), ((64, 64, 1), 40), ((32, 32, 1), 40), ((128, 64, 1), 144),
+     ((64, 64, 2), 144)],
+)  # fmt: skip
+def test_orders_of_threads_of_halves(device, shape, d, monkeypatch):
+    case = make(B=1, Hq=2, Hkv=1, Tq=100 if d == 40 else 210, Tk=140, d=d, dtype="float16", causal=True)
     raw_plans(monkeypatch, *shape)
     check_gradients(case, case.reference(), monkeypatch)
 
@@ -623,7 +627,7 @@ BROKEN_HALVES = {
     "P is not hidden": ("S[m][n][e] = -INFINITE;", ";"),
     "two warps put P at one place": ("(tile.P, first, s, factor_P)", "(tile.P, 0, s, factor_P)"),
     "rows come before they have landed": (
-        "            await_groups<0>();\n            finish_statistics(r,", "            finish_statistics(r,"),
+        "            await_groups<DURING_S>();\n            finish_statistics(r,", "            finish_statistics(r,"),
     "the band is one row wide of the mark": ("- call.band_upper - i_low,", "- call.band_upper - i_low - 1,"),
     "pieces of two heads are one": ("head * r.sums_of_head", "0 * r.sums_of_head"),
     "two columns of dQ are exchanged": ("X[2 * t] = half ? x[t].z : x[t].x", "X[2 * t] = half ? x[t].w : x[t].y"),
@@ -633,7 +637,11 @@ BROKEN_HALVES = {
     "dQ has dS of this step": ("tiles + DS_AT + (stage ^ 1) * FACTOR", "tiles + DS_AT + stage * FACTOR"),
     "dQ has the place of this step": ("(first ? r.steps : step.m) - 1", "step.m"),
     "dQ of the last step is left out": ("more || (LATE && begun)", "more"),
-    "a pair's rows are one's, twice": ("(1 - part_of_warp()) * WARP_PART", "part_of_warp() * WARP_PART"),
+    "a pair's rows are one's, twice": ("(part_of_warp() ^ n) * WARP_PART", "part_of_warp() * WARP_PART"),
+    "four have the rows of two": ("n < SHARING;", "n < 2;"),
+    "four have dO before it has landed": (
+        "            await_groups<0>();\n            __syncthreads();  // dO_i is there\n", ""),
+    "four have half of dQ": ("n < BR; n += QUERY_BLOCK", "n < QUERY_BLOCK; n += QUERY_BLOCK"),
     "delta is left out": ("(x[half % 2 * 2] - d.x)", "(x[half % 2 * 2])"),
     "a head of the group is left out": ("r.h_end = h_first + group;", "r.h_end = h_first + group - 1;"),
 }  # fmt: skip
@@ -642,14 +650,17 @@ BROKEN_HALVES = {
 @pytest.mark.parametrize("how", BROKEN_HALVES)
 def test_broken_gradients_of_halves_are_caught(how, device_by_name, monkeypatch):
     old, new = BROKEN_HALVES[how]
-    d = 136 if how.startswith("two warps") else 72 if how.endswith("twice") else 40
-    case = make(B=1, Hq=2, Hkv=1, Tq=100, d=d, dtype="float16", causal=True)
+    four = how.startswith("four")
+    d = 200 if four else 136 if how.startswith("two warps") else 72 if how.endswith("twice") else 40
+    rows, keys = (260, 90) if four else (100, 100)
+    case = make(B=1, Hq=2, Hkv=1, Tq=rows, Tk=keys, d=d, dtype="float16", causal=not four)
     case.v[:, :, 80] = 30  # a dP that is large, where it is hidden too
     reference, whole = case.reference(), compile.source
     raw_plans(monkeypatch, 32, 32, 1)
     check_gradients(case, reference, monkeypatch)
     tall = how.startswith(("a pair", "dQ"))
-    raw_plans(monkeypatch, *((64, 128, 2) if tall else (64, 64, 2) if d == 40 else (64, 64, 1)))
+    wide = (128, 64, 1) if four else (64, 64, 1)
+    raw_plans(monkeypatch, *((64, 128, 2) if tall else (64, 64, 2) if d == 40 else wide))
     assert old in whole("mma/fa2_backward.cu", "")
     monkeypatch.setattr(compile, "source", lambda name, preamble: whole(name, preamble).replace(old, new))
     emulator.install(monkeypatch, backwards=True)
