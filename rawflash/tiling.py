@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -43,6 +43,7 @@ PIECE = 8  # columns of one
 PIECES_ROWS = 128  # of a forward block: 16 for each of eight warps, so that a row is one warp's
 PIECES_MOST = 64  # keys of a forward block, rows and keys of a backward one: what accumulators leave of the registers
 PIECES_LEAST = 32  # rows and keys of a backward block: fewer would leave warps without a piece
+DOUBLE_FORWARD = ((2, 64), (2, 32), (1, 32), (1, 24), (1, 16))  # K and V that are on chip at once, Bc: the first that fits
 PIECES_BANKS = 32  # bytes by which neighbouring rows of a tile are apart, beyond a multiple of 32 numbers
 MMA = "mma"  # family of the fa2 kernels whose products of 16-bit numbers are tensor-core ones (numba_cuda/mma)
 MMA_DEPTH = 16  # numbers that such a product sums
@@ -846,7 +847,31 @@ def _pieces(problem: Problem, chip: Chip, direction: str, order: str) -> Tiles:
     tiles = tiles_of(br, bc)
     if tiles.smem_bytes > limit:
         return _flash(problem, replace(chip, family=SIMT), direction, order, None)
+    if family == DOUBLE and direction == "forward" and problem.algorithm == "fa2" and not _worked(problem):
+        return next((plan for plan in _staying(problem, chip, limit) if plan.smem_bytes <= limit), tiles)
     return tiles
+
+
+def _worked(problem: Problem) -> bool:
+    """Is more done with scores than products, a band and lengths?"""
+    options = (problem.bias, problem.softcap, problem.mask)
+    return bool(problem.alibi or problem.dropout or problem.page or any(option is not None for option in options))
+
+
+def _staying(problem: Problem, chip: Chip, limit: int) -> Iterator[Tiles]:
+    """Forward blocks of float64 in which P stays in registers."""
+    item = np.dtype(problem.compute_dtype).itemsize
+    for stages, bc in DOUBLE_FORWARD:
+        to_d, to_dv, _ = pitches(problem, DOUBLE, bc)
+        resident = (
+            Tile("Q", PIECES_ROWS, to_d, item),
+            Tile("K", stages * bc, to_d, item),
+            Tile("V", stages * bc, to_dv, item),
+            Tile("S", PIECES_ROWS, bc, item, REGISTERS),
+            Tile("O", PIECES_ROWS, problem.dv, item, REGISTERS),
+        )
+        constants = ("P_STAYS", 1), ("KEY_STAGES", stages)
+        yield Tiles(PIECES_ROWS, bc, resident, chip.name, limit, IJ, family=DOUBLE, constants=constants)
 
 
 def _mma(problem: Problem, chip: Chip, direction: str, order: str) -> Tiles:
