@@ -43,7 +43,8 @@ PIECE = 8  # columns of one
 PIECES_ROWS = 128  # of a forward block: 16 for each of eight warps, so that a row is one warp's
 PIECES_MOST = 64  # keys of a forward block, rows and keys of a backward one: what accumulators leave of the registers
 PIECES_LEAST = 32  # rows and keys of a backward block: fewer would leave warps without a piece
-DOUBLE_FORWARD = ((2, 64), (2, 32), (1, 32), (1, 24), (1, 16))  # K and V that are on chip at once, Bc: the first that fits
+# Of forward blocks in which P stays: K and V that are on chip at once, and Bc; the first that fits
+DOUBLE_FORWARD = ((2, 64), (2, 32), (1, 32), (1, 24), (1, 16))
 PIECES_BANKS = 32  # bytes by which neighbouring rows of a tile are apart, beyond a multiple of 32 numbers
 MMA = "mma"  # family of the fa2 kernels whose products of 16-bit numbers are tensor-core ones (numba_cuda/mma)
 MMA_DEPTH = 16  # numbers that such a product sums

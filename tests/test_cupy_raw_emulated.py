@@ -679,6 +679,79 @@ def test_drawn_gradients_of_halves(device_of_module, case):
         check(case, case.reference(), small_on_device=case.how["seed"] % 2 == 1)
 
 
+# ---- float64 without options: P stays in registers ------------------------------------------------------------
+
+DOUBLES = {
+    "two tiles of keys and of V": dict(B=1, Hq=2, Hkv=1, Tq=150, Tk=210, d=64, dv=40, causal=True),
+    "one": dict(B=2, Hq=1, Tq=40, Tk=100, d=128, window=(20, 9), kv_lengths=[70, 100]),
+    "all before": dict(B=1, Hq=1, Tq=140, Tk=70, d=24, dv=33, q_offset=-60, causal=True, sinks=normal(1)),
+    "scale": dict(B=1, Hq=1, Tq=30, Tk=90, d=16, scale=3.0),
+}
+
+
+def double(name, factor=1.0):
+    case = make(dtype="float64", **DOUBLES[name])
+    case.q *= factor
+    return case
+
+
+@pytest.mark.parametrize("factor", [1, 1e100, 1e-160])
+@pytest.mark.parametrize("name", DOUBLES)
+def test_doubles(name, factor, device_by_name):
+    """Also of scores so large that their maximum has to be exact."""
+    case = double(name, factor)
+    check_doubles(case, case.reference())
+
+
+def check_doubles(case, reference):
+    texts, source = [], compile.source
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compile, "source", lambda name, text: texts.append(text) or source(name, text))
+        out, lse = on_device(case).forward()
+    assert "#define P_STAYS 1\n" in texts[0]
+    assert_close("out", np.asarray(out), reference)
+    assert_close("lse", np.asarray(lse), reference)
+
+
+def test_doubles_of_negative_scores(device):
+    case = double("two tiles of keys and of V")
+    case.q[:], case.k[:] = -40 * abs(case.q), abs(case.k)
+    check_doubles(case, case.reference())
+
+
+def test_nan_and_infinite_doubles_stay_in_their_rows(device):
+    case = double("two tiles of keys and of V")
+    case.q[:, :, 20], case.q[:, :, 21] = np.nan, np.inf
+    out = np.asarray(on_device(case).forward()[0])
+    assert (np.isnan(out).any(axis=(0, 1, 3)) == np.isin(np.arange(150), (20, 21))).all()
+
+
+BROKEN_DOUBLES = {
+    "keys are hidden in their order in memory": ("4 + (lane_t() ^ 2) : lane_t())", "4 + lane_t() : lane_t())"),
+    "V has that order": ("depth + (lane_t() ^ 2)", "depth + lane_t()"),
+    "K has it": ("4 + (g / 2 ^ 2)", "4 + g / 2"),
+    "V is that of the step before": ("*const V = tiles.V + stage", "*const V = tiles.V + (stage ^ 1)"),
+    "a warp leaves out keys": ("ScoreTile::R - 1 + call.band_upper", "ScoreTile::R - 33 + call.band_upper"),
+    "the maximum is the least": ("high < 0 ? low : (unsigned)high", "(unsigned)high"),
+    "large maxima are cut": ("(word & ~SIGN) >= far", "false"),
+    "O is not rescaled": ("O[r][c] *= alpha[r]", "O[r][c] *= 1"),
+    "lse has a product": ("m[r] *= at.scale;", ";"),
+}
+
+
+@pytest.mark.parametrize("how", BROKEN_DOUBLES)
+def test_broken_doubles_are_caught(how, device, monkeypatch):
+    old, new = BROKEN_DOUBLES[how]
+    case = double("two tiles of keys and of V", 1e100 if how.startswith("large") else 1)
+    if how == "the maximum is the least":
+        case.q[:], case.k[:] = -40 * abs(case.q), abs(case.k)
+    reference, whole = case.reference(), compile.source
+    assert old in whole("fa2_forward.cu", '#define PIECES 1\n#define SPLIT 0\n#include "mma/pieces.cuh"')
+    monkeypatch.setattr(compile, "source", lambda name, preamble: whole(name, preamble).replace(old, new))
+    with pytest.raises(AssertionError):
+        check_doubles(case, reference)
+
+
 # ---- few rows of 16 bits ---------------------------------------------------------------------------------------
 
 FEW_ROWS = {

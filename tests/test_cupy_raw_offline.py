@@ -61,12 +61,9 @@ REGISTERS = 65536  # of a multiprocessor, on every architecture here
 UNASKED_SHARED = 48 * 1024  # dynamic shared memory that a launch has without asking
 
 # Kernels that spill in common calls on sm_80 and later: "row of the table": (bytes that a thread stores, and loads).
-# This can only get better. Gradients of float64 since its exponential has constants that are kept in registers; the
-# kernel that merges parts is not launched by these calls.
+# This can only get better. The kernel that merges parts is not launched by these calls.
 SPILLS: dict[str, tuple[int, int]] = {
-    "sm_90a fa1_backward float64 d=64 plain: fa1_backward.cu fa1_backward": (96, 112),
-    "sm_90a fa2_backward float64 d=64 plain: fa2_backward.cu fa2_backward_keys": (4, 4),
-    "sm_90a fa2_backward float64 d=64 causal: fa2_backward.cu fa2_backward_keys": (20, 20),
+    "sm_90a fa1_backward float64 d=64 plain: fa1_backward.cu fa1_backward": (48, 56),
     "sm_120 fa2_forward bfloat16 d=64 plain: mma/fa2_forward.cu fa2_forward_merge": (4, 4),
     "sm_120 fa2_forward bfloat16 d=64 causal: mma/fa2_forward.cu fa2_forward_merge": (4, 4),
 }
