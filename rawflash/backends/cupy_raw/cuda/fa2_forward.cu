@@ -101,7 +101,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) fa2_forward(const 
     }
 #if P_STAYS
     const real power = IN_POWERS ? at.scale * LOG2E_DOUBLE : real(0);
-    const unsigned far = IN_POWERS ? upper_word(65536 / power) : 0;  // errors of m below it are less than 1/16, as powers of two
+    // Of 65536 / power, nearly: errors of m below it are about 1/16, as powers of two. A difference of upper words is one of logarithms
+    const unsigned far = IN_POWERS ? upper_word(65536.0) + upper_word(1.0) - upper_word(power) : 0;
     // The keys that the warp's rows see: after j_low
     int first_seen = 0, last_seen = 0;
     if constexpr (BAND) {
