@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -43,6 +43,8 @@ PIECE = 8  # columns of one
 PIECES_ROWS = 128  # of a forward block: 16 for each of eight warps, so that a row is one warp's
 PIECES_MOST = 64  # keys of a forward block, rows and keys of a backward one: what accumulators leave of the registers
 PIECES_LEAST = 32  # rows and keys of a backward block: fewer would leave warps without a piece
+# Of forward blocks in which P stays: K and V that are on chip at once, and Bc; the first that fits
+DOUBLE_FORWARD = ((2, 64), (2, 32), (1, 32), (1, 24), (1, 16))
 PIECES_BANKS = 32  # bytes by which neighbouring rows of a tile are apart, beyond a multiple of 32 numbers
 MMA = "mma"  # family of the fa2 kernels whose products of 16-bit numbers are tensor-core ones (numba_cuda/mma)
 MMA_DEPTH = 16  # numbers that such a product sums
@@ -67,12 +69,14 @@ RAW_BACKWARD = {
     64: ((128, 128, 2), (64, 128, 2), (64, 64, 2), (64, 64, 1), (32, 32, 1)),
     128: ((64, 128, 2), (64, 128, 1), (64, 64, 1), (32, 32, 1)),
     192: ((64, 64, 2), (64, 64, 1), (32, 64, 1), (32, 32, 1)),
-    256: ((64, 64, 2), (64, 64, 1), (32, 32, 1)),
+    256: ((128, 64, 1), (64, 64, 2), (64, 64, 1), (32, 32, 1)),
 }
 RAW_WIDEST = 256  # head dimension
 RAW_SUMS = 128  # columns of dK or dV of 16 keys that a warp has registers for; of more, another one has the second half
 RAW_LATE = 2  # blocks of Q and dO on chip, with which dS has two tiles too, and dQ of a step is added in the next one
 RAW_TALL = 128  # keys of a block whose warps have 32 each, and half of the rows
+RAW_FOUR = ((128, 64, 1),)  # wider than RAW_SUMS: where warps have 32 keys and a quarter of the rows
+RAW_FOUR_WARPS = 4
 RAW_FEW_KEYS = (64, 64, 2)  # where blocks of 128 keys would leave multiprocessors idle
 RAW_FEW_KEYS_COST = 1.15  # of a number of keys in blocks of 64, in those in blocks of 128
 RAW_FEW_BLOCKS = 4  # for each multiprocessor: with more, all of them are busy to the end
@@ -844,7 +848,31 @@ def _pieces(problem: Problem, chip: Chip, direction: str, order: str) -> Tiles:
     tiles = tiles_of(br, bc)
     if tiles.smem_bytes > limit:
         return _flash(problem, replace(chip, family=SIMT), direction, order, None)
+    if family == DOUBLE and direction == "forward" and problem.algorithm == "fa2" and not _worked(problem):
+        return next((plan for plan in _staying(problem, chip, limit) if plan.smem_bytes <= limit), tiles)
     return tiles
+
+
+def _worked(problem: Problem) -> bool:
+    """Is more done with scores than products, a band and lengths?"""
+    options = (problem.bias, problem.softcap, problem.mask)
+    return bool(problem.alibi or problem.dropout or problem.page or any(option is not None for option in options))
+
+
+def _staying(problem: Problem, chip: Chip, limit: int) -> Iterator[Tiles]:
+    """Forward blocks of float64 in which P stays in registers."""
+    item = np.dtype(problem.compute_dtype).itemsize
+    for stages, bc in DOUBLE_FORWARD:
+        to_d, to_dv, _ = pitches(problem, DOUBLE, bc)
+        resident = (
+            Tile("Q", PIECES_ROWS, to_d, item),
+            Tile("K", stages * bc, to_d, item),
+            Tile("V", stages * bc, to_dv, item),
+            Tile("S", PIECES_ROWS, bc, item, REGISTERS),
+            Tile("O", PIECES_ROWS, problem.dv, item, REGISTERS),
+        )
+        constants = ("P_STAYS", 1), ("KEY_STAGES", stages)
+        yield Tiles(PIECES_ROWS, bc, resident, chip.name, limit, IJ, family=DOUBLE, constants=constants)
 
 
 def _mma(problem: Problem, chip: Chip, direction: str, order: str) -> Tiles:
@@ -978,10 +1006,12 @@ def _raw_backward(problem: Problem, chip: Chip) -> Tiles:
 
     def plan(br: int, bc: int, stages: int, late: bool = True) -> Tiles:
         late = late and stages == RAW_LATE and not problem.deterministic
-        tall = late and not worked and bc == RAW_TALL and widest <= RAW_SUMS
-        late = tall or late and 2 * widest <= RAW_SUMS
-        sixteens = 2 if tall else 1  # of keys of a warp
+        tall = late and not worked and bc == RAW_TALL and sharing == 1
+        four = (br, bc, stages) in RAW_FOUR and sharing > 1
+        late = tall or late and (2 * widest <= RAW_SUMS or sharing > 1 and not worked)
+        sixteens = 2 if tall or four else 1  # of keys of a warp
         parts = max(sixteens * widest // RAW_SUMS, 1) if sharing == 1 else sharing  # of the columns of their dK and dV
+        parts = RAW_FOUR_WARPS if four else parts
         resident = (
             Tile("K", bc, to_d, 2),
             Tile("V", bc, to_dv, 2),
@@ -1001,7 +1031,8 @@ def _raw_backward(problem: Problem, chip: Chip) -> Tiles:
         constants = ("S_STAGES", 2 if late else 1), ("SIXTEENS", sixteens), ("COLUMN_PARTS", parts)
         return Tiles(br, bc, resident, chip.name, limit, JI, family=MMA, threads=threads, constants=constants)
 
-    tried = (plan(*shape, late) for shape in RAW_BACKWARD[widest] for late in (True, False))
+    shapes = [shape for shape in RAW_BACKWARD[widest] if shape not in RAW_FOUR or not (worked or problem.deterministic)]
+    tried = (plan(*shape, late) for shape in shapes for late in (True, False))
     plans = [found for found in tried if found.smem_bytes <= limit]
     if not plans:
         return _flash(problem, replace(chip, family=SIMT), "backward", JI, None)

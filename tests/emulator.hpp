@@ -69,7 +69,7 @@ constexpr size_t STACK = 512 << 10, MOST_SHARED = 256 << 10, WATCHED = 4096;
 __attribute__((aligned(1024))) unsigned char on_chip[MOST_SHARED + WATCHED];
 
 struct Copy { void* to; const void* from; int bytes; bool exists; };
-enum State { READY, AT_BARRIER, IN_WARP, IN_PAIR, ENDED, WAITING, POLLING };  // the last two: emulator_hopper.hpp
+enum State { READY, AT_BARRIER, IN_WARP, IN_GROUP, ENDED, WAITING, POLLING };  // the last two: emulator_hopper.hpp
 struct Fiber {
     ucontext_t context;  // to begin in; from then on it goes on where it left off, which takes no call of the system
     jmp_buf left;
@@ -81,7 +81,7 @@ struct Fiber {
 };
 static Fiber fibers[MOST_THREADS];
 static jmp_buf scheduler;
-static unsigned threads, current, at_barrier, in_warp[MOST_THREADS / LANES], in_pair[MOST_THREADS / LANES / 2], voices;
+static unsigned threads, current, at_barrier, in_warp[MOST_THREADS / LANES], in_group[MOST_THREADS / LANES], voices;
 static bool diverged;
 static void (*body)(void*);
 static void* argument;
@@ -279,18 +279,18 @@ template <int PENDING> inline void await_groups()
     }
 }
 
-inline void sync_pair()
+template <int WARPS> inline void sync_group()
 {
-    const unsigned pair = current / (2 * LANES);
-    if (++in_pair[pair] < 2 * LANES) {
-        wait(IN_PAIR);
+    const unsigned group = current / (WARPS * LANES);
+    if (++in_group[group] < WARPS * LANES) {
+        wait(IN_GROUP);
         return;
     }
-    in_pair[pair] = 0;
+    in_group[group] = 0;
     if (emulated::hooks.met)
         emulated::hooks.met();
-    for (unsigned n = pair * 2 * LANES; n < (pair + 1) * 2 * LANES; n++)
-        if (fibers[n].state == IN_PAIR)
+    for (unsigned n = group * WARPS * LANES; n < (group + 1) * WARPS * LANES; n++)
+        if (fibers[n].state == IN_GROUP)
             fibers[n].state = READY;
 }
 
@@ -458,7 +458,7 @@ static int run_blocks(unsigned blocks, unsigned count, size_t shared, bool backw
         memset(on_chip + shared, 0x5A, WATCHED);
         at_barrier = 0;
         memset(in_warp, 0, sizeof in_warp);
-        memset(in_pair, 0, sizeof in_pair);
+        memset(in_group, 0, sizeof in_group);
         for (unsigned n = 0; n < count; n++) {
             fibers[n].state = READY, fibers[n].begun_to_run = false;
             fibers[n].begun.clear(), fibers[n].groups.clear();

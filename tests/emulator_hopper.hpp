@@ -700,7 +700,7 @@ static int describe(unsigned n, char* to, size_t most)
     case PRODUCTS:
         return snprintf(to, most, "awaits group %ld of products, which others of its warpgroup have not committed", x.wanted - 1);
     default:
-        return snprintf(to, most, "%s", fibers[n].state == AT_BARRIER ? "at __syncthreads" : fibers[n].state == IN_WARP ? "in an operation of its warp" : fibers[n].state == IN_PAIR ? "waiting for the other warp of its pair" :
+        return snprintf(to, most, "%s", fibers[n].state == AT_BARRIER ? "at __syncthreads" : fibers[n].state == IN_WARP ? "in an operation of its warp" : fibers[n].state == IN_GROUP ? "waiting for the other warps of its group" :
                         fibers[n].state == ENDED ? "has ended" : "polls");
     }
 }

@@ -584,9 +584,13 @@ def test_gradients_of_halves_without_atomics(name, device_by_name, monkeypatch):
         assert np.asarray(one).tobytes() == np.asarray(other).tobytes()
 
 
-@pytest.mark.parametrize("shape", [(128, 128, 2), (64, 128, 2), (64, 64, 1), (32, 32, 1)])
-def test_orders_of_threads_of_halves(device, shape, monkeypatch):
-    case = make(B=1, Hq=2, Hkv=1, Tq=100, Tk=140, d=40, dtype="float16", causal=True)
+@pytest.mark.parametrize(
+    ("shape", "d"),
+    [((128, 128, 2), 40), ((64, 128, 2), 40), ((64, 64, 1), 40), ((32, 32, 1), 40), ((128, 64, 1), 144),
+     ((64, 64, 2), 144)],
+)  # fmt: skip
+def test_orders_of_threads_of_halves(device, shape, d, monkeypatch):
+    case = make(B=1, Hq=2, Hkv=1, Tq=100 if d == 40 else 210, Tk=140, d=d, dtype="float16", causal=True)
     raw_plans(monkeypatch, *shape)
     check_gradients(case, case.reference(), monkeypatch)
 
@@ -623,7 +627,7 @@ BROKEN_HALVES = {
     "P is not hidden": ("S[m][n][e] = -INFINITE;", ";"),
     "two warps put P at one place": ("(tile.P, first, s, factor_P)", "(tile.P, 0, s, factor_P)"),
     "rows come before they have landed": (
-        "            await_groups<0>();\n            finish_statistics(r,", "            finish_statistics(r,"),
+        "            await_groups<DURING_S>();\n            finish_statistics(r,", "            finish_statistics(r,"),
     "the band is one row wide of the mark": ("- call.band_upper - i_low,", "- call.band_upper - i_low - 1,"),
     "pieces of two heads are one": ("head * r.sums_of_head", "0 * r.sums_of_head"),
     "two columns of dQ are exchanged": ("X[2 * t] = half ? x[t].z : x[t].x", "X[2 * t] = half ? x[t].w : x[t].y"),
@@ -633,7 +637,11 @@ BROKEN_HALVES = {
     "dQ has dS of this step": ("tiles + DS_AT + (stage ^ 1) * FACTOR", "tiles + DS_AT + stage * FACTOR"),
     "dQ has the place of this step": ("(first ? r.steps : step.m) - 1", "step.m"),
     "dQ of the last step is left out": ("more || (LATE && begun)", "more"),
-    "a pair's rows are one's, twice": ("(1 - part_of_warp()) * WARP_PART", "part_of_warp() * WARP_PART"),
+    "a pair's rows are one's, twice": ("(part_of_warp() ^ n) * WARP_PART", "part_of_warp() * WARP_PART"),
+    "four have the rows of two": ("n < SHARING;", "n < 2;"),
+    "four have dO before it has landed": (
+        "            await_groups<0>();\n            __syncthreads();  // dO_i is there\n", ""),
+    "four have half of dQ": ("n < BR; n += QUERY_BLOCK", "n < QUERY_BLOCK; n += QUERY_BLOCK"),
     "delta is left out": ("(x[half % 2 * 2] - d.x)", "(x[half % 2 * 2])"),
     "a head of the group is left out": ("r.h_end = h_first + group;", "r.h_end = h_first + group - 1;"),
 }  # fmt: skip
@@ -642,14 +650,17 @@ BROKEN_HALVES = {
 @pytest.mark.parametrize("how", BROKEN_HALVES)
 def test_broken_gradients_of_halves_are_caught(how, device_by_name, monkeypatch):
     old, new = BROKEN_HALVES[how]
-    d = 136 if how.startswith("two warps") else 72 if how.endswith("twice") else 40
-    case = make(B=1, Hq=2, Hkv=1, Tq=100, d=d, dtype="float16", causal=True)
+    four = how.startswith("four")
+    d = 200 if four else 136 if how.startswith("two warps") else 72 if how.endswith("twice") else 40
+    rows, keys = (260, 90) if four else (100, 100)
+    case = make(B=1, Hq=2, Hkv=1, Tq=rows, Tk=keys, d=d, dtype="float16", causal=not four)
     case.v[:, :, 80] = 30  # a dP that is large, where it is hidden too
     reference, whole = case.reference(), compile.source
     raw_plans(monkeypatch, 32, 32, 1)
     check_gradients(case, reference, monkeypatch)
     tall = how.startswith(("a pair", "dQ"))
-    raw_plans(monkeypatch, *((64, 128, 2) if tall else (64, 64, 2) if d == 40 else (64, 64, 1)))
+    wide = (128, 64, 1) if four else (64, 64, 1)
+    raw_plans(monkeypatch, *((64, 128, 2) if tall else (64, 64, 2) if d == 40 else wide))
     assert old in whole("mma/fa2_backward.cu", "")
     monkeypatch.setattr(compile, "source", lambda name, preamble: whole(name, preamble).replace(old, new))
     emulator.install(monkeypatch, backwards=True)
@@ -666,6 +677,79 @@ def test_drawn_gradients_of_halves(device_of_module, case):
     with pytest.MonkeyPatch.context() as monkeypatch:
         raw_plans(monkeypatch, *((64, 128, 2) if case.how["seed"] % 3 == 0 else (32, 32, 1)))
         check(case, case.reference(), small_on_device=case.how["seed"] % 2 == 1)
+
+
+# ---- float64 without options: P stays in registers ------------------------------------------------------------
+
+DOUBLES = {
+    "two tiles of keys and of V": dict(B=1, Hq=2, Hkv=1, Tq=150, Tk=210, d=64, dv=40, causal=True),
+    "one": dict(B=2, Hq=1, Tq=40, Tk=100, d=128, window=(20, 9), kv_lengths=[70, 100]),
+    "all before": dict(B=1, Hq=1, Tq=140, Tk=70, d=24, dv=33, q_offset=-60, causal=True, sinks=normal(1)),
+    "scale": dict(B=1, Hq=1, Tq=30, Tk=90, d=16, scale=3.0),
+}
+
+
+def double(name, factor=1.0):
+    case = make(dtype="float64", **DOUBLES[name])
+    case.q *= factor
+    return case
+
+
+@pytest.mark.parametrize("factor", [1, 1e100, 1e-160])
+@pytest.mark.parametrize("name", DOUBLES)
+def test_doubles(name, factor, device_by_name):
+    """Also of scores so large that their maximum has to be exact."""
+    case = double(name, factor)
+    check_doubles(case, case.reference())
+
+
+def check_doubles(case, reference):
+    texts, source = [], compile.source
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compile, "source", lambda name, text: texts.append(text) or source(name, text))
+        out, lse = on_device(case).forward()
+    assert "#define P_STAYS 1\n" in texts[0]
+    assert_close("out", np.asarray(out), reference)
+    assert_close("lse", np.asarray(lse), reference)
+
+
+def test_doubles_of_negative_scores(device):
+    case = double("two tiles of keys and of V")
+    case.q[:], case.k[:] = -40 * abs(case.q), abs(case.k)
+    check_doubles(case, case.reference())
+
+
+def test_nan_and_infinite_doubles_stay_in_their_rows(device):
+    case = double("two tiles of keys and of V")
+    case.q[:, :, 20], case.q[:, :, 21] = np.nan, np.inf
+    out = np.asarray(on_device(case).forward()[0])
+    assert (np.isnan(out).any(axis=(0, 1, 3)) == np.isin(np.arange(150), (20, 21))).all()
+
+
+BROKEN_DOUBLES = {
+    "keys are hidden in their order in memory": ("4 + (lane_t() ^ 2) : lane_t())", "4 + lane_t() : lane_t())"),
+    "V has that order": ("depth + (lane_t() ^ 2)", "depth + lane_t()"),
+    "K has it": ("4 + (g / 2 ^ 2)", "4 + g / 2"),
+    "V is that of the step before": ("*const V = tiles.V + stage", "*const V = tiles.V + (stage ^ 1)"),
+    "a warp leaves out keys": ("ScoreTile::R - 1 + call.band_upper", "ScoreTile::R - 33 + call.band_upper"),
+    "the maximum is the least": ("high < 0 ? low : (unsigned)high", "(unsigned)high"),
+    "large maxima are cut": ("(word & ~SIGN) >= far", "false"),
+    "O is not rescaled": ("O[r][c] *= alpha[r]", "O[r][c] *= 1"),
+    "lse has a product": ("m[r] *= at.scale;", ";"),
+}
+
+
+@pytest.mark.parametrize("how", BROKEN_DOUBLES)
+def test_broken_doubles_are_caught(how, device, monkeypatch):
+    old, new = BROKEN_DOUBLES[how]
+    case = double("two tiles of keys and of V", 1e100 if how.startswith("large") else 1)
+    if how == "the maximum is the least":
+        case.q[:], case.k[:] = -40 * abs(case.q), abs(case.k)
+    reference, whole = case.reference(), compile.source
+    assert old in whole("fa2_forward.cu", '#define PIECES 1\n#define SPLIT 0\n#include "mma/pieces.cuh"')
+    monkeypatch.setattr(compile, "source", lambda name, preamble: whole(name, preamble).replace(old, new))
+    with pytest.raises(AssertionError):
+        check_doubles(case, reference)
 
 
 # ---- few rows of 16 bits ---------------------------------------------------------------------------------------

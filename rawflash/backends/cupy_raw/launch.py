@@ -45,8 +45,8 @@ SPLIT_ROWS = 64  # of a thread block of mma/split_inputs.cu
 SPLIT_CHUNK, SPLIT_CHUNK_BYTES = 8, 48  # numbers of a row, and bytes that their parts take
 SPARE = 256  # sets of counters that are made at a time: a graph of a model has a call for each layer
 # Constants that the text of a kernel is chosen by; the others are numbers in it.
-SWITCHES = ("PIECES", "SPLIT", "TYPE", "BIAS_TYPE", "SLOPE_TYPE", "SINK_TYPE", "ALIGNED", "PACKED", "BAND", "BIAS",
-            "BIAS_OVER_ROWS", "BIAS_OVER_KEYS", "ALIBI", "SOFTCAP", "SINKS", "DROPOUT", "DLSE",
+SWITCHES = ("PIECES", "SPLIT", "P_STAYS", "TYPE", "BIAS_TYPE", "SLOPE_TYPE", "SINK_TYPE", "ALIGNED", "PACKED", "BAND",
+            "BIAS", "BIAS_OVER_ROWS", "BIAS_OVER_KEYS", "ALIBI", "SOFTCAP", "SINKS", "DROPOUT", "DLSE",
             "DETERMINISTIC")  # fmt: skip
 MASK_WORDS = 96  # operands and addresses of a mask object that a call has room for
 TYPES = {"float16": "FLOAT16", "bfloat16": "BFLOAT16", "float32": "FLOAT32", "float64": "FLOAT64"}
@@ -134,6 +134,8 @@ def constants(problem: Problem, tiles: Tiles, *, aligned: bool, side_dtypes: dic
         "TABLE_BYTES": table_bytes,
         "HALVES": 1 if tiles.family == FEW_MMA and problem.group * problem.Tq <= MMA_DEPTH // 2 else 2,
         "SCALE_LATER": int(scale_later(problem)),
+        "P_STAYS": 0,
+        "KEY_STAGES": 1,
         "DEPTH_D": blocks_of(problem.d, depth) * depth,
         "DEPTH_V": blocks_of(problem.dv, depth) * depth,
         "PITCH_D": to_d,

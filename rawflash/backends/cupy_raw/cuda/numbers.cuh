@@ -53,27 +53,34 @@ constexpr float LOG2E = 1.4426950408889634f;  // 1 / ln 2
 // e^x. Scores stay in natural units up to here: a large one times log2(e) could overflow.
 __device__ __forceinline__ float exponential(float x) { return exp2_approximately(x * LOG2E); }
 
-// Double-precision arithmetic is as dear as products on tensor cores, and exp() takes 20 of its instructions, these 14. 2^n 2^f with f from -1/2
-// to 1/2: 2^f by a minimax polynomial, relative error 2.1e-16; n into the exponent. Below e^-708, where numbers are no longer normal, 0.
-__device__ __forceinline__ double exponential(double x)
+constexpr double LOG2E_DOUBLE = 1.4426950408889634074;
+
+__device__ __forceinline__ unsigned upper_word(double x) { return (unsigned)((unsigned long long)__double_as_longlong(x) >> 32); }
+
+// 2^y: 2^n 2^f with f from -1/2 to 1/2, 2^f by a minimax polynomial, relative error 2.1e-16; n into the exponent. Below 2^-1021, where numbers are
+// no longer normal, 0.
+__device__ __forceinline__ double power_of_two(double y)
 {
-    constexpr double LOG2E_DOUBLE = 1.4426950408889634074, ROUNDS = 0x1.8p52;  // added, it leaves an integer in the lowest bits
+    constexpr double ROUNDS = 0x1.8p52;  // added, it leaves an integer in the lowest bits
     constexpr double POLYNOMIAL[] = {0x1.e3991e644e6abp-28, 0x1.b6740fc28f781p-24, 0x1.62c157ee59177p-20, 0x1.ffcb55e82f22cp-17,
                                      0x1.4309126056718p-13, 0x1.5d87fe9cc5d6fp-10, 0x1.3b2ab6fbde0f7p-7, 0x1.c6b08d703d48ap-5,
                                      0x1.ebfbdff82c3b9p-3, 0x1.62e42fefa3a17p-1, 1.0};
-    const double y = x * LOG2E_DOUBLE, rounded = y + ROUNDS, f = y - (rounded - ROUNDS);
+    const double rounded = y + ROUNDS, f = y - (rounded - ROUNDS);
     double power = POLYNOMIAL[0];
 #pragma unroll
     for (int n = 1; n < (int)(sizeof(POLYNOMIAL) / sizeof(double)); n++)
         power = fma(power, f, POLYNOMIAL[n]);
     unsigned long long bits = (unsigned long long)__double_as_longlong(power) + ((unsigned long long)__double_as_longlong(rounded) << 52);
-    // Beyond +-708, without a comparison in double precision: by the upper half
-    constexpr unsigned SIGN = 0x80000000u, MOST = 0x40862000u, UPPER_INFINITE = 0x7FF00000u;
-    const unsigned upper = (unsigned)((unsigned long long)__double_as_longlong(x) >> 32), size = upper & ~SIGN;
+    // Beyond +-1021, without a comparison in double precision: by the upper half
+    constexpr unsigned SIGN = 0x80000000u, MOST = 0x408FE800u, UPPER_INFINITE = 0x7FF00000u;
+    const unsigned upper = upper_word(y), size = upper & ~SIGN;
     if (size >= MOST)
         bits = size > UPPER_INFINITE ? 0x7FF8000000000000ull : upper & SIGN ? 0ull : 0x7FF0000000000000ull;
     return __longlong_as_double((long long)bits);
 }
+
+// Double-precision arithmetic is as dear as products on tensor cores, and exp() takes 20 of its instructions, this 14.
+__device__ __forceinline__ double exponential(double x) { return power_of_two(x * LOG2E_DOUBLE); }
 
 __device__ __forceinline__ real logarithm(float x) { return logf(x); }
 __device__ __forceinline__ real logarithm(double x) { return log(x); }

@@ -96,8 +96,11 @@ __device__ __forceinline__ unsigned count_and_see(unsigned* counter, unsigned mo
     return before;
 }
 
-// Wait for the other warp of a pair: warps 2 n and 2 n + 1 of a block.
-__device__ __forceinline__ void sync_pair() { asm volatile("bar.sync %0, 64;" ::"r"(1 + threadIdx.x / 64) : "memory"); }
+// Wait for the other warps of a group of WARPS neighbouring ones; the first of a block is a multiple of that.
+template <int WARPS> __device__ __forceinline__ void sync_group()
+{
+    asm volatile("bar.sync %0, %1;" ::"r"(1 + threadIdx.x / (32 * WARPS)), "n"(32 * WARPS) : "memory");
+}
 
 // Where something in shared memory lies there, in 32 bits; the functions below take such addresses.
 __device__ __forceinline__ unsigned shared_address(const void* x) { return (unsigned)__cvta_generic_to_shared(x); }

@@ -197,17 +197,19 @@ __device__ __forceinline__ Span keys_of_row(const Call& call, const Head& at, lo
 // Scores without options stay in registers. Others are finished in on-chip memory, in a loop.
 constexpr bool IN_REGISTERS = PLAIN && !HAS_MASK && !PAGE;
 
-// S = Q K^T as products in the thread's registers: S -> scores, hidden ones -inf. `tile` is a place to work in.
-template <int R, int C>
+// S = Q K^T as products in the thread's registers: S -> scores, or products still, hidden ones -inf. `tile` is a place to work in.
+template <bool SCALED = true, int R, int C>
 __device__ __forceinline__ void finish_scores(
     const Call& call, const Head& at, real (&S)[R][C], real* tile, long long i0, long long j0, int kind)
 {
     if (PLAIN && (IN_REGISTERS || kind == FULL)) {
+        if constexpr (SCALED) {
 #pragma unroll
-        for (int r = 0; r < R; r++)
+            for (int r = 0; r < R; r++)
 #pragma unroll
-            for (int c = 0; c < C; c++)
-                S[r][c] *= at.scale;
+                for (int c = 0; c < C; c++)
+                    S[r][c] *= at.scale;
+        }
         if (kind == FULL)
             return;
 #pragma unroll

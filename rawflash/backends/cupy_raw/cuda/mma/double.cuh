@@ -23,6 +23,22 @@ struct DownColumns {  // X[k + ...][first + g]
     }
 };
 
+// Of eight rows, or columns' depths, in the order of ScoreTile's columns if P_STAYS: 0, 6, 1, 7, 2, 4, 3, 5. Then the lanes (g, t) of two neighbours
+// 2 t and 2 t + 1 hold depths t and 4 + (t ^ 2), and the four rows that are read at once are different modulo 4, as banks want it.
+struct AlongTurnedRows {
+    static __device__ __forceinline__ double read(const double* X, int pitch, int first, int k, int depth)
+    {
+        const int g = lane_g();
+        return X[(first + (g % 2 ? 4 + (g / 2 ^ 2) : g / 2)) * pitch + k + lane_t() + depth];
+    }
+};
+struct DownTurnedColumns {
+    static __device__ __forceinline__ double read(const double* X, int pitch, int first, int k, int depth)
+    {
+        return X[(k + (depth ? depth + (lane_t() ^ 2) : lane_t())) * pitch + first + lane_g()];
+    }
+};
+
 template <class Read> __device__ __forceinline__ FactorA factor_a(const double* A, int pitch, int first, int k)
 {
     FactorA a;

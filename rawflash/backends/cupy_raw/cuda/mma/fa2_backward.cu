@@ -3,10 +3,12 @@
 // fa2_backward_keys: a block of threads owns Bc keys of one key head and runs over the Q blocks of all query heads that share it. A warp owns
 // sixteen keys (SIXTEENS = 1) or 32 and computes S^T = K Q^T and dP^T = V dO^T, so that P^T and dS^T lie in its registers as operands of
 // dV += P^T dO and dK += dS^T Q; dS alone passes through on-chip memory, for dQ_i += dS K, in which warps stand in another grid.
-// Two warps may share keys (SHARING = 2), each with half of Br in S and dP. With COLUMN_PARTS = 1 each has sums over its half of Br, which are
-// added in the end; with 2 each has half of the columns of dK and dV, as registers are not enough for more, and P^T passes through on-chip
-// memory too. What products read from there is least where a warp has 32 keys.
+// Two or four warps may share keys (SHARING), each with its part of Br in S and dP. With COLUMN_PARTS = 1 each of two has sums over its half of Br,
+// which are added in the end; else each has its part of the columns of dK and dV, as registers are not enough for more, and P^T passes through
+// on-chip memory too. What products read from there is least where a warp has 32 keys and 32 rows.
 // dQ_i is added at the end of its step, behind a barrier; or, with two tiles for dS (S_STAGES = 2), behind that of the next step.
+// Where Q and dO are there once only and P passes through memory, Q of the next step is loaded as soon as dK is done, and dO as soon as dV is:
+// it may land while S is computed.
 // On chip: K (Bc, d), V (Bc, dv), once or twice dS^T (Bc, Br), with COLUMN_PARTS = 2 P^T (Bc, Br), and once or twice, for this step and the
 // next, Q (Br, d), dO (Br, dv), lse, delta (Br); in registers P (Br, Bc), dK (Bc, d), dV (Bc, dv), dQ (Br, d).
 //
@@ -32,7 +34,7 @@
 constexpr int WARPS = THREADS / WARP_SIZE;
 constexpr int OWN = 16 * SIXTEENS;  // own rows of a warp: keys, or rows of fa2_backward_queries
 constexpr int SHARING = WARPS * OWN / BC;  // warps that share them
-constexpr bool BY_COLUMNS = SHARING == 2 && COLUMN_PARTS == 2, BY_ROWS = SHARING == 2 && COLUMN_PARTS == 1;  // what each has of the sums
+constexpr bool BY_COLUMNS = COLUMN_PARTS > 1, BY_ROWS = SHARING == 2 && COLUMN_PARTS == 1;  // what each has of the sums
 constexpr int COLUMNS_D = line_columns(D), COLUMNS_V = line_columns(DV), COLUMNS_S = line_columns(BR);
 
 // Where the tiles begin, in bytes. OWN: K, V, or Q, dO of fa2_backward_queries; PASSING: Q, dO, or K, V, for one step or two.
@@ -44,11 +46,13 @@ constexpr int STAGES = (TILE_BYTES - PASSING - FACTORS) / (STAGE + STATISTICS);
 constexpr int FACTORS_AT = PASSING + STAGES * STAGE, DS_AT = FACTORS_AT + BY_COLUMNS * FACTOR, STATISTICS_AT = FACTORS_AT + FACTORS;
 constexpr int ROWS_AT = STATISTICS_AT + STAGES * STATISTICS, ROWS_BYTES = 112;
 static_assert(ROWS_AT + ROWS_BYTES == TILE_BYTES && (STAGES == 1 || STAGES == 2), "the plan's tiles");
-static_assert(WARPS * OWN == BC * SHARING && (SHARING == 1 || SHARING == 2) && COLUMN_PARTS <= SHARING && BR % 32 == 0, "whole pieces");
+static_assert(WARPS * OWN == BC * SHARING && SHARING <= 4 && (SHARING & (SHARING - 1)) == 0 && BR % (16 * SHARING) == 0, "whole pieces");
+static_assert(COLUMN_PARTS == SHARING || (COLUMN_PARTS == 1 && SHARING <= 2), "each has its part of all sums");
 static_assert(THREADS >= 2 * BR, "a thread has one number of lse or delta");
 
 constexpr bool LATE = S_STAGES == 2 && !DETERMINISTIC;  // dQ is added a step later, and one barrier a step is enough
 static_assert(S_STAGES == 1 || STAGES == 2, "they take turns as Q and dO do");
+constexpr bool EARLY = STAGES == 1 && BY_COLUMNS;  // Q of the next step is loaded before dO
 
 constexpr int FAR = 1 << 30;  // beyond all rows and keys of a call that these kernels take
 constexpr unsigned TILE_ALIGNMENT = 1024;
@@ -72,6 +76,7 @@ constexpr bool WIDE_SUMS = SIXTEENS * (Part<D>::COUNT + Part<DV>::COUNT) > 8 && 
 constexpr int WARP_PART = BR / SHARING, MOST = least_of(WARP_PART, 64 / SIXTEENS);
 constexpr int PARTLY = least_of(MOST, HIDING == BY_LOOKING ? 16 : WIDE_SUMS ? 32 / SIXTEENS : 64);
 constexpr int UNROLLED = 2;
+constexpr bool DURING_S = EARLY && IN_SUMS && WARP_PART == MOST;  // dO lands while S is computed, where all is seen
 
 constexpr bool PASSES_DS = BY_COLUMNS || !DETERMINISTIC;  // through on-chip memory
 constexpr bool PUT_FIRST = SIXTEENS == 1 || BY_COLUMNS;     // before the product whose factor it is; else after, which takes more registers
@@ -302,11 +307,12 @@ template <int COUNT> __device__ __forceinline__ unsigned kept_of_keys(const Call
     return keeps;
 }
 
-// P and dS for COUNT pieces of eight passing rows, from row `first` of the block on; take(s, P, dS) is called as soon as those of sixteen are there.
-template <bool OWN_KEYS, int HIDDEN, int COUNT, class Rows, class SeenFrom, class Take>
+// P and dS for COUNT pieces of eight passing rows, from row `first` of the block on; take(s, P, dS) is called as soon as those of sixteen are there,
+// await_other() before the passing rows of dP are read.
+template <bool OWN_KEYS, int HIDDEN, int COUNT, class Rows, class SeenFrom, class Await, class Take>
 __device__ __forceinline__ void score_gradients(
     const Call& call, const Head& at, const Tile& tile, const SeenFrom& seen_from, int first, const Rows& lse, const Rows& delta,
-    const Take& take)
+    const Await& await_other, const Take& take)
 {
     constexpr int ROWS = 8 * COUNT;
     const unsigned d = tile.passing_d + lane_columns<COLUMNS_D>(tile.thread) + first * (COLUMNS_D * 2);
@@ -330,6 +336,7 @@ __device__ __forceinline__ void score_gradients(
                             looked.hidden[m] |= 1u << (4 * n + e);
         }
         subtract_lse(P, tile.scale, lse);
+        await_other();
         row_products<DV, ROWS>(dS, tile.own_v, dv);
         if constexpr (HIDDEN == BY_LOOKING)
             hide(P, dS, looked);
@@ -408,7 +415,9 @@ __device__ __forceinline__ void add_piece(float* own, const float (&x)[4])
 }
 
 // The grid of warps in dQ (Br, d): that with the fewest products of the warp that has most, then the fewest operands.
-constexpr int QUERY_ROWS = BR / 16, QUERY_COLUMNS = depth_columns(D) / 16;  // pieces
+// Br at once, or half of it where a thread would have more than 64 numbers.
+constexpr int QUERY_BLOCK = BR * depth_columns(D) > 64 * THREADS && BR % (2 * LINE_HALVES) == 0 ? BR / 2 : BR;
+constexpr int QUERY_ROWS = QUERY_BLOCK / 16, QUERY_COLUMNS = depth_columns(D) / 16;  // pieces
 
 __device__ constexpr int cost_of_grid(int across)
 {
@@ -526,7 +535,7 @@ __device__ __forceinline__ void store_own(
         __syncthreads();  // all columns of the rows are there
     else
         __syncwarp();
-    constexpr int ROWS = 16 * M / (BY_COLUMNS ? 2 : 1);
+    constexpr int ROWS = 16 * M / (BY_COLUMNS ? SHARING : 1);
     const int first = y + (BY_COLUMNS ? part_of_warp() * ROWS : 0);
     write_rows<ROWS, N>(base + tile + first * ROW_BYTES, [&](int n) { return first + n < exist ? to + (first + n) * stride : nullptr; });
 }
@@ -572,7 +581,13 @@ __device__ __forceinline__ void add_rows(
     const unsigned Q = tile.passing_d + lane_rows<COLUMNS_D>(tile.thread) + first * (COLUMNS_D * 2);
     const unsigned dO = tile.passing_v + lane_rows<COLUMNS_V>(tile.thread) + first * (COLUMNS_V * 2);
     using Numbers = const float (&)[SIXTEENS][ROWS / 8][4];
-    score_gradients<true, HIDDEN, ROWS / 8>(call, at, tile, seen_from, first, of_lse, of_delta, [&](int s, Numbers P, Numbers dS) {
+    auto await_dO = [] {
+        if constexpr (DURING_S && HIDDEN == NOTHING) {
+            await_groups<0>();
+            __syncthreads();  // dO_i is there
+        }
+    };
+    score_gradients<true, HIDDEN, ROWS / 8>(call, at, tile, seen_from, first, of_lse, of_delta, await_dO, [&](int s, Numbers P, Numbers dS) {
         unsigned factor_P[SIXTEENS][4], factor_dS[SIXTEENS][4];
         operand_of(factor_P, P, s);
         operand_of(factor_dS, dS, s);
@@ -610,18 +625,21 @@ __device__ __forceinline__ void put_zeros(const Tile& tile, int first)
     }
 }
 
-// X += A B for the rows of the other warp that shares own rows, which has put A into a tile.
+// X += A B for the rows of the other warps that share own rows, which have put A into a tile.
 template <int N> __device__ __forceinline__ void add_others(float (&X)[SIXTEENS][2 * Part<N>::COUNT][4], unsigned factors, unsigned b)
 {
-    const int other = (1 - part_of_warp()) * WARP_PART;
     const unsigned own = factors + OWN * own_warp() * (COLUMNS_S * 2) + lane_rows<COLUMNS_S>();
 #pragma unroll
-    for (int s = 0; s < WARP_PART / 16; s++) {
-        unsigned A[SIXTEENS][4];
+    for (int n = 1; n < SHARING; n++) {
+        const int other = (part_of_warp() ^ n) * WARP_PART;
 #pragma unroll
-        for (int m = 0; m < SIXTEENS; m++)
-            read_piece<COLUMNS_S>(A[m], piece_at<COLUMNS_S>(own, 0, other), 16 * m, 16 * s);
-        add_product<N>(X, A, b + lane_rows<line_columns(N)>() + other * (line_columns(N) * 2), s);
+        for (int s = 0; s < WARP_PART / 16; s++) {
+            unsigned A[SIXTEENS][4];
+#pragma unroll
+            for (int m = 0; m < SIXTEENS; m++)
+                read_piece<COLUMNS_S>(A[m], piece_at<COLUMNS_S>(own, 0, other), 16 * m, 16 * s);
+            add_product<N>(X, A, b + lane_rows<line_columns(N)>() + other * (line_columns(N) * 2), s);
+        }
     }
 }
 
@@ -695,35 +713,42 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) fa2_backward_keys(
 #endif
     };
     auto kind_of = [&](const Rows& r, const Walk& to) { return HAS_MASK ? to.kind : to.m >= r.whole && to.m < r.whole_end ? FULL : PARTIAL; };
-    auto load_rows = [&](const Rows& r, unsigned tile, const Walk& to) {
+    auto next_of = [](const elem*& rows, long long further) {
+        const elem* const now = rows;
+        rows += further;
+        return now;
+    };
+    auto load_Q = [&](const Rows& r, unsigned tile, const Walk& to) {
         const unsigned thread = once_more(threadIdx.x), head = to.h - r.h_first, row = to.m * BR + copied_row(thread);
-        const long long q_row = r.q_row, dout_row = r.dout_row;
+        const long long q_row = r.q_row;
         const elem* q = r.q + (head * call.q.head + row * q_row + CHUNK_HALVES * copied_chunk(thread));
-        const elem* dout = r.dout + (head * call.dout.head + row * dout_row + CHUNK_HALVES * copied_chunk(thread));
-        auto next_of = [](const elem*& rows, long long further) {
-            const elem* const now = rows;
-            rows += further;
-            return now;
-        };
-        if ((to.m + 1) * BR <= r.count) {
+        const int left = r.count - (int)row;
+        if ((to.m + 1) * BR <= r.count)
             load_halves<BR, D, true>(tile, [&](int, bool&) { return next_of(q, ROWS_AT_ONCE * q_row); });
-            load_halves<BR, DV, true>(tile + PASSING_V, [&](int, bool&) { return next_of(dout, ROWS_AT_ONCE * dout_row); });
-        } else {
-            const int left = r.count - (int)row;
+        else
             load_halves<BR, D, false>(tile, [&](int n, bool& exists) { return (exists = n < left) ? q + n * q_row : r.q; });
+    };
+    auto load_dO = [&](const Rows& r, unsigned tile, const Walk& to) {
+        const unsigned thread = once_more(threadIdx.x), head = to.h - r.h_first, row = to.m * BR + copied_row(thread);
+        const long long dout_row = r.dout_row;
+        const elem* dout = r.dout + (head * call.dout.head + row * dout_row + CHUNK_HALVES * copied_chunk(thread));
+        const int left = r.count - (int)row;
+        if ((to.m + 1) * BR <= r.count)
+            load_halves<BR, DV, true>(tile + PASSING_V, [&](int, bool&) { return next_of(dout, ROWS_AT_ONCE * dout_row); });
+        else
             load_halves<BR, DV, false>(tile + PASSING_V, [&](int n, bool& exists) { return (exists = n < left) ? dout + n * dout_row : r.dout; });
-        }
     };
     // lse and delta are copied as they are; once it is there, lse is made what subtract_lse() takes
     float* const statistics = (float*)(on_chip + STATISTICS_AT);
     auto load_statistics = [&](const Rows& r, const Walk& to, int stage) {
-        if (threadIdx.x < 2 * BR) {
-            const unsigned row = to.m * BR + threadIdx.x % BR, head = to.h - r.h_first;
-            const bool exists = (int)row < r.count, has_lse = threadIdx.x < BR;
+        const unsigned thread = once_more(threadIdx.x);
+        if (thread < 2 * BR) {
+            const unsigned row = to.m * BR + thread % BR, head = to.h - r.h_first;
+            const bool exists = (int)row < r.count, has_lse = thread < BR;
             const float* from = has_lse ? r.lse : r.delta;
             if (exists)
                 from += has_lse ? head * call.lse.head + row * call.lse.row : head * call.delta.head + row * call.delta.row;
-            copy_to_shared<4>(statistics + stage * (2 * BR) + threadIdx.x, from, exists);
+            copy_to_shared<4>(statistics + stage * (2 * BR) + thread, from, exists);
         }
     };
     auto finish_statistics = [&](const Rows& r, const Walk& of, int stage) {
@@ -747,16 +772,21 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) fa2_backward_keys(
         const elem* const V = row_of(call.v, s.slot, h_kv, j_copied) + CHUNK_HALVES * copied_chunk();
         load_halves<BC, D, false>(base, [&](int n, bool& exists) { return (exists = n < left) ? K + n * call.k.row : call.k.data; });
         load_halves<BC, DV, false>(base + OWN_V, [&](int n, bool& exists) { return (exists = n < left) ? V + n * call.v.row : call.v.data; });
-        load_rows(first_rows, base + PASSING, step);
+        load_Q(first_rows, base + PASSING, step);
         load_statistics(first_rows, step, 0);
+        if constexpr (DURING_S)
+            commit_group();
+        load_dO(first_rows, base + PASSING, step);
         commit_group();
-        await_groups<0>();
+        await_groups<DURING_S>();
         finish_statistics(first_rows, step, 0);
     }
     auto add_dQ = [&](const Rows& r, unsigned tiles, unsigned dS_i, int m, int h) {
         const unsigned head = h - r.h_first, sixteens = m * (BR / 16);
-        add_queries(
-            call.sums + (r.sums + head * r.sums_of_head + (long long)sixteens * (ROW_PIECES * PIECE)), tiles, dS_i, r.count - m * BR);
+        float* const sums = call.sums + (r.sums + head * r.sums_of_head + (long long)sixteens * (ROW_PIECES * PIECE));
+#pragma unroll 1
+        for (int n = 0; n < BR; n += QUERY_BLOCK)
+            add_queries(sums + n / 16 * (ROW_PIECES * PIECE), tiles, piece_at<COLUMNS_S>(dS_i, 0, n), r.count - m * BR - n);
     };
     Walk before = step;  // where steps skip blocks; else it is found anew, and takes no registers
     bool begun = false;
@@ -764,7 +794,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) fa2_backward_keys(
     for (bool more = any; more || (LATE && begun);) {
         const unsigned tiles = once_more(base);
         const int next_stage = STAGES == 2 ? stage ^ 1 : 0;
-        __syncthreads();  // Q_i and dO_i are there; no thread reads those of the step before, and its dS
+        __syncthreads();  // Q_i and, but for DURING_S, dO_i are there; no thread reads those of the step before, and its dS
         const Rows& r = *kept_rows;
         const Walk found = HAS_MASK ? step_from(r, step.m + 1, step.h) : step;
         auto next_step = [&]() -> Walk {  // found anew each time where that is easy: between, it takes no registers
@@ -772,16 +802,21 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) fa2_backward_keys(
                 return found;
             return step_from(r, (int)once_more(step.m) + 1, step.h);
         };
-        auto load_next = [&] {
+        auto load_next = [&](bool Q, bool dO) {
             const Walk next = next_step();
+            const unsigned to = tiles + PASSING + next_stage * STAGE;
             if (more && next.h < r.h_end) {
-                load_rows(r, tiles + PASSING + next_stage * STAGE, next);
-                load_statistics(r, next, next_stage);
+                if (Q) {
+                    load_Q(r, to, next);
+                    load_statistics(r, next, next_stage);
+                }
+                if (dO)
+                    load_dO(r, to, next);
                 commit_group();
             }
         };
         if constexpr (STAGES == 2)
-            load_next();
+            load_next(true, true);
         if constexpr (LATE) {
             if (begun) {
                 const bool first = step.m == 0;
@@ -815,6 +850,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) fa2_backward_keys(
             for (int n = 0; n < WARP_PART; n += MOST)
                 add_rows<MOST, NOTHING>(call, at, tile(), seen_from, lse, first + n, dK, dV);
         } else {
+            if constexpr (DURING_S) {
+                await_groups<0>();
+                __syncthreads();  // dO_i is there
+            }
 #pragma unroll 1
             for (int n = 0; n < WARP_PART; n += PARTLY) {
                 const Tile now = tile();
@@ -825,18 +864,22 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) fa2_backward_keys(
             }
         }
         if constexpr (BY_COLUMNS) {
-            if constexpr (LATE || DETERMINISTIC)
-                sync_pair();  // P and dS of the other warp are there
+            if constexpr (LATE || DETERMINISTIC || EARLY)
+                sync_group<SHARING>();  // P and dS of the other warps are there
             else
                 __syncthreads();  // and those of all
             const Tile now = tile();
-            add_others<DV>(dV, now.P, now.passing_v);
             add_others<D>(dK, now.dS, now.passing_d);
+            if constexpr (EARLY) {
+                __syncthreads();  // no thread reads Q_i, lse and delta any more
+                load_next(true, false);
+            }
+            add_others<DV>(dV, now.P, now.passing_v);
         }
         if constexpr (STAGES == 1 || (!BY_COLUMNS && !LATE && !DETERMINISTIC))
             __syncthreads();  // dS is there, and no thread reads Q_i and dO_i any more
         if constexpr (STAGES == 1)
-            load_next();
+            load_next(!EARLY, true);
 
         // dQ_i += dS K
         if constexpr (!DETERMINISTIC && !LATE) {
@@ -847,7 +890,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) fa2_backward_keys(
         step = next_step();
         more = step.h < r.h_end;
         if (more) {
-            await_groups<0>();
+            await_groups<DURING_S>();
             finish_statistics(r, step, next_stage);
         }
         stage = next_stage;
@@ -871,7 +914,8 @@ __device__ __forceinline__ void add_keys(
 {
     const unsigned K = tile.passing_d + lane_rows<COLUMNS_D>(tile.thread) + first * (COLUMNS_D * 2);
     using Numbers = const float (&)[SIXTEENS][KEYS / 8][4];
-    score_gradients<false, HIDDEN, KEYS / 8>(call, at, tile, seen_from, first, lse, delta, [&](int s, Numbers, Numbers dS) {
+    auto nothing_to_await = [] {};
+    score_gradients<false, HIDDEN, KEYS / 8>(call, at, tile, seen_from, first, lse, delta, nothing_to_await, [&](int s, Numbers, Numbers dS) {
         unsigned factor[SIXTEENS][4];
         operand_of(factor, dS, s);
         add_product<D>(dQ, factor, K, s);
@@ -989,7 +1033,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) fa2_backward_queri
                 add_keys<PARTLY, HIDING>(call, at, tile, seen_from, lse, delta, first + n, dQ);
         }
         if constexpr (BY_COLUMNS) {
-            sync_pair();  // dS of the other warp is there
+            sync_group<SHARING>();  // dS of the other warps is there
             add_others<D>(dQ, base + DS_AT, K_j);
         }
         if constexpr (STAGES == 1) {

@@ -24,7 +24,13 @@ template <int ROWS, int COLUMNS> struct Pieces {
     static __device__ __forceinline__ int column(int c) { return first_column() + 8 * (c / 2) + 2 * lane_t() + c % 2; }
 };
 
+#if P_STAYS
+struct ScoreTile : Pieces<BR, BC> {  // the keys of eight columns in another order: then P is a factor of P V where it lies
+    static __device__ __forceinline__ int column(int c) { return first_column() + 8 * (c / 2) + (c % 2 ? 4 + (lane_t() ^ 2) : lane_t()); }
+};
+#else
 typedef Pieces<BR, BC> ScoreTile;                               // S, P, dP, dS
+#endif
 template <int N> struct QueryTile : Pieces<BR, N> {};           // O, dQ: rows as in a tile of scores
 template <int N> struct KeyTile : Pieces<BC, N> {};             // dK, dV
 
@@ -63,11 +69,17 @@ __device__ __forceinline__ void product(real (&sum)[Layout::R][Layout::C], const
     }
 }
 
+#if P_STAYS
+typedef AlongTurnedRows AlongKeys;
+#else
+typedef AlongRows AlongKeys;
+#endif
+
 // C[r][c] += sum_k A[row r][k] B[row c][k], a tile of scores. K is a multiple of DEPTH: the tiles hold zeros past the data.
 template <int K, int R, int C>
 __device__ __forceinline__ void product_nt(real (&sum)[R][C], const real* A, int pitch_A, const real* B, int pitch_B)
 {
-    product<ScoreTile, AlongRows, K>(sum, A, pitch_A, WholeB<AlongRows>{B, pitch_B, ScoreTile::first_column()});
+    product<ScoreTile, AlongRows, K>(sum, A, pitch_A, WholeB<AlongKeys>{B, pitch_B, ScoreTile::first_column()});
 }
 
 // C[r][c] += sum_k A[row r][k] B[k][column c], a tile of rows of Q.
@@ -77,6 +89,32 @@ __device__ __forceinline__ void product_nn(real (&sum)[R][C], const real* A, int
     product<QueryTile<COLUMNS>, AlongRowsAsDown, K>(
         sum, A, pitch_A, WholeB<DownColumns>{B, pitch_B, QueryTile<COLUMNS>::first_column()});
 }
+
+#if P_STAYS
+// C[r][c] += sum_k A[r][k] B[k][column c], where A is the thread's part of a tile of scores.
+template <int COLUMNS, int R, int C>
+__device__ __forceinline__ void product_of_scores(real (&sum)[R][C], const real (&A)[ScoreTile::R][ScoreTile::C], const real* B, int pitch_B)
+{
+    typedef QueryTile<COLUMNS> Layout;
+    static_assert(ScoreTile::ROW_IN_WARP && Layout::ROW_IN_WARP, "a warp has whole rows of both");
+    constexpr int ABREAST = Layout::NT % 8 == 0 ? 8 : Layout::NT % 4 == 0 ? 4 : Layout::NT % 3 == 0 ? 3 : Layout::NT % 2 == 0 ? 2 : 1;
+    const WholeB<DownTurnedColumns> factor_b = {B, pitch_B, 0};
+#pragma unroll
+    for (int k = 0; k < BC; k += DEPTH)
+#pragma unroll
+        for (int n = 0; n < Layout::NT; n += ABREAST) {
+            FactorB b[ABREAST];
+#pragma unroll
+            for (int x = 0; x < ABREAST; x++)
+                b[x] = factor_b(8 * (n + x), k);
+#pragma unroll
+            for (int m = 0; m < Layout::MT; m++) {
+                const FactorA a = {{A[2 * m][k / 4], A[2 * m + 1][k / 4], A[2 * m][k / 4 + 1], A[2 * m + 1][k / 4 + 1]}};
+                add_products<Layout, ABREAST>(sum, a, b, m, n);
+            }
+        }
+}
+#endif
 
 // C[r][c] += sum_k A[k][column r] B[k][column c], a tile of rows of K.
 template <int K, int ROWS, int COLUMNS, int R, int C>

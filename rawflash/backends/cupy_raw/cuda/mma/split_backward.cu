@@ -48,7 +48,6 @@ static_assert(PLAIN && !DROPOUT && !HAS_MASK && !PAGE && !DETERMINISTIC, "other 
 
 // As in split_forward.cu
 constexpr bool PRODUCTS = SCALE_LATER;
-constexpr double LOG2E_DOUBLE = 1.4426950408889634;
 
 __device__ __forceinline__ int narrowed(long long x) { return (int)clamp(x, -FAR, FAR); }
 

@@ -42,7 +42,6 @@ static_assert(PLAIN && !DROPOUT && !HAS_MASK && !PAGE, "other calls are those of
 // the difference comes first: a large one times log2(e) could overflow.
 constexpr bool PRODUCTS = SCALE_LATER;
 constexpr float GROWTH = 8;  // powers of two by which P may exceed 1 before m follows
-constexpr double LOG2E_DOUBLE = 1.4426950408889634;
 constexpr float LN2 = 0.6931471805599453f;
 
 // How many keys there are, and where the last block begins; the keys that all rows see, from first to end, and those that the block's first row sees by
