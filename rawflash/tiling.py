@@ -170,6 +170,8 @@ class WarpgroupForward:
     own : bool
         Each warpgroup goes through those blocks of keys only that its rows see. Not with turns, of which all have to
         take as many.
+    q_stays : bool
+        Q of a piece of work is in registers.
     """
 
     br: int
@@ -181,6 +183,7 @@ class WarpgroupForward:
     most: int = WGMMA_LONGEST
     band: bool = False
     own: bool = False
+    q_stays: bool = False
 
 
 # By columns of the wider of K and V, in slabs: the first that fits, or for softcap and ALiBi the last, which leaves
@@ -189,7 +192,7 @@ WGMMA_FORWARD = {
     64: (WarpgroupForward(256, 64, turns=False, stages=8, least=193, own=True), WarpgroupForward(128, 128)),
     128: (
         WarpgroupForward(192, 64, turns=False, stages=4, least=193, most=8192, band=True, own=True),
-        WarpgroupForward(128, 128),
+        WarpgroupForward(128, 128, q_stays=True),
         WarpgroupForward(128, 96),
     ),
     192: (WarpgroupForward(128, 128), WarpgroupForward(128, 96)),
@@ -1090,7 +1093,7 @@ def _wgmma_forward(problem: Problem, chip: Chip) -> Tiles | None:
             ]
             constants = {
                 "Q_BUFFERS": buffers, "STAGES": shape.stages, "OWN_O": int(own), "TURNS": int(shape.turns),
-                "EVERY_OWN": int(shape.own),
+                "EVERY_OWN": int(shape.own), "Q_STAYS": int(shape.q_stays),
                 "STATIC_MAXIMUM": int(shape.static), "DYNAMIC": int(uneven),
                 "LOWER": int(lower is not None), "RAGGED": int(problem.ragged),
                 "PRODUCER_REGISTERS": WGMMA_REGISTERS[groups][0], "CONSUMER_REGISTERS": WGMMA_REGISTERS[groups][1],

@@ -4,7 +4,8 @@
 // owns 64 of the rows. Q blocks outside, K/V blocks inside, from the last keys to the first; O, m and l stay in registers and are written once.
 //
 // On chip:  Q (Br, d), Q_BUFFERS of them; K (Bc, d) and V (Bc, dv), STAGES of each; O (Br, dv) on its way out, which where there is no room for it
-// (OWN_O is 0) leaves from registers; the barriers and what pieces are. In registers S, P (64, Bc) and O (64, dv) of a warpgroup, m, l.
+// (OWN_O is 0) leaves from registers; the barriers and what pieces are. In registers S, P (64, Bc) and O (64, dv) of a warpgroup, m, l; Q (64, d) too
+// where there is room (Q_STAYS): then products read half as much of shared memory, or two thirds.
 // Read per step: K_j and V_j, up to STAGES steps ahead. Written once: O_i, lse_i.
 //
 // A step begins S_j = Q K_j^T and O += P_{j-1} V_{j-1}, waits for the first, and takes the exponentials of S_j while the second runs. Where TURNS
@@ -286,7 +287,7 @@ struct Consumer {
     unsigned n;                   // blocks of keys so far
     int own, behind;              // of a piece: blocks that its rows see any of, and those behind them
     float O[WIDTH / 2], S[BC / 2], m[2], l[2];
-    unsigned P[BC / 16][4];
+    unsigned P[BC / 16][4], Q[Q_STAYS ? ceil_div(D, 16) : 1][4];
     float unit[PLAIN ? 1 : 3];  // of a score in powers of two; of a product in scores, or in caps; the cap
 
     __device__ __forceinline__ Consumer(const MappedCall& argument, unsigned char* on_chip, Rest& rest)
@@ -307,6 +308,17 @@ struct Consumer {
     // Where a mask hides more from some rows than from others, these are taken in turn: so warpgroups have as much to do.
     __device__ __forceinline__ void take_part(unsigned given) { part = EVERY_OWN && given % 2 ? CONSUMERS - 1 - group : group; }
 
+    // Q of the piece to registers
+    __device__ __forceinline__ void load_queries(unsigned slot)
+    {
+        const unsigned char* const rows = on_chip + slot * Q_BYTES + 4 * (lane % 4);
+#pragma unroll
+        for (int s = 0; s < ceil_div(D, 16); s++)
+#pragma unroll
+            for (int x = 0; x < 4; x++)
+                Q[s][x] = *(const unsigned*)(rows + s / 4 * BR * SLAB_ROW + in_slab(first_row() + lane / 4 + x % 2 * 8, s % 4 * 2 + x / 2));
+    }
+
     // S = Q K^T, begun
     __device__ __forceinline__ void begin_scores(unsigned slot, unsigned stage)
     {
@@ -314,8 +326,13 @@ struct Consumer {
         const unsigned long long k = moved(factor(on_chip + AT_K), stage * K_BYTES);
         fence_products();
 #pragma unroll
-        for (int s = 0; s < ceil_div(D, 16); s++)
-            multiply_ss<BC>(S, moved(q, s / 4 * BR * SLAB_ROW + s % 4 * 32), moved(k, s / 4 * BC * SLAB_ROW + s % 4 * 32), s > 0);
+        for (int s = 0; s < ceil_div(D, 16); s++) {
+            const unsigned long long columns = moved(k, s / 4 * BC * SLAB_ROW + s % 4 * 32);
+            if constexpr (Q_STAYS)
+                multiply_rs<BC>(S, Q[s], columns, s > 0);
+            else
+                multiply_ss<BC>(S, moved(q, s / 4 * BR * SLAB_ROW + s % 4 * 32), columns, s > 0);
+        }
         commit_products();
     }
 
@@ -502,6 +519,8 @@ struct Consumer {
         }
         if (own == 0)
             return;
+        if constexpr (Q_STAYS)
+            load_queries(slot);
         await(&rest.full_K[n % STAGES], n / STAGES & 1);
         first_step<EXACT>(piece, slot, j0);
         if constexpr (RAGGED || PACKED)
