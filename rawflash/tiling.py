@@ -1079,7 +1079,8 @@ def _wgmma_forward(problem: Problem, chip: Chip) -> Tiles | None:
                 Tile("O", br, problem.dv, 4, REGISTERS),
             ]
             pieces = -(-problem.Tq // br) * problem.B * problem.Hq
-            balanced = not uneven and _is_shared(pieces, -(-problem.Tk // bc), processors)
+            worked = problem.softcap is not None or problem.alibi  # scores that take many registers
+            balanced = not uneven and not worked and _is_shared(pieces, -(-problem.Tk // bc), processors)
             constants = {
                 "Q_BUFFERS": buffers, "STAGES": shape.stages, "OWN_O": int(own), "TURNS": int(shape.turns),
                 "EVERY_OWN": int(shape.own), "BALANCED": int(balanced),

@@ -82,10 +82,10 @@ def _warpgroups(problem: Problem, tiles: Tiles, x: Operands, out: Target, lse: T
     values = {"o.data": out.address, "lse.data": lse.address}
     if dict(tiles.constants)["DYNAMIC"]:
         values["counters"] = kernels.counters(2)
-    if tiles.parts_bytes:  # O, m and l of parts of pieces, and for each warp whether they are there
+    if tiles.parts_bytes:  # O, m and l of parts of pieces, and how many warps have written theirs
         parts = kernels.workspace(tiles.parts_bytes // FLOAT_BYTES)
         values["sums"] = parts.data.ptr
-        values["counters"] = kernels.counters(tiles.grid * groups * WARPS_OF_GROUP)
+        values["counters"] = kernels.counters(tiles.grid)
     again = kernels.workspace(blocks * problem.Hq * problem.B * groups * WARPS_OF_GROUP)  # pieces to be done again
     values["again"] = again.data.ptr
     call = kernels.call(problem, x, values)

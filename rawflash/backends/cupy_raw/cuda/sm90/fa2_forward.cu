@@ -84,8 +84,10 @@ struct alignas(16) Piece {
 struct Rest {
     Barrier full_Q[Q_BUFFERS], empty_Q[Q_BUFFERS], full_K[STAGES], empty_K[STAGES], full_V[STAGES], empty_V[STAGES];
     Barrier settled;  // no warp has anything to add to the list of pieces to be done again
+    Barrier parts;    // what others have of the last piece is there
     Piece piece[Q_BUFFERS];
     unsigned first_again, last_again;  // its first entry, and the piece that was added last
+    unsigned at, end;                  // what is left of this share of the line
     float pin[CONSUMERS * WARPGROUP];
 };
 static_assert(AT_REST + sizeof(Rest) <= TILE_BYTES, "what the plan says");
@@ -238,14 +240,13 @@ __device__ __forceinline__ void produce(const MappedCall& argument, unsigned cha
     const unsigned count = whole_pieces(call);
     unsigned given = 0, n = 0;  // pieces, and blocks of keys, so far
     bool again = false;         // those of the list
-    unsigned at = 0, end = 0;   // of its share
     if constexpr (BALANCED)
-        at = begin_of_share(call, place_in_line()), end = begin_of_share(call, place_in_line() + 1);
+        rest.at = begin_of_share(call, place_in_line()), rest.end = begin_of_share(call, place_in_line() + 1);
     for (unsigned number = place_in_line(), next;; number = next) {
         const unsigned slot = given % Q_BUFFERS;
         await(&rest.empty_Q[slot], (given / Q_BUFFERS & 1) ^ 1);
         Piece& piece = rest.piece[slot];
-        if (again ? number == NONE : number >= count && at == end) {
+        if (again ? number == NONE : number >= count && (!BALANCED || rest.at == rest.end)) {
             piece.number = NONE;
             arrive(&rest.full_Q[slot]);
             given++;
@@ -263,11 +264,11 @@ __device__ __forceinline__ void produce(const MappedCall& argument, unsigned cha
             next = call.again[number], number /= WARPS;
         } else if (BALANCED && number >= count) {
             next = number;
-            const unsigned of_piece = share.to, left = end - at;
+            const unsigned of_piece = share.to, at = rest.at, left = rest.end - at;
             number = count + at / of_piece;
             share.from = at % of_piece;
             share.to = share.from + left < of_piece ? share.from + left : of_piece;
-            at += share.to - share.from;
+            rest.at = at + share.to - share.from;
             piece.others = share.from > 0 ? FOR_ANOTHER : others_of(call, of_piece - share.to);
         } else {
             next = gridDim.x + (DYNAMIC ? draw(call.counters) : number);  // asked for long before it is needed
@@ -307,6 +308,14 @@ __device__ __forceinline__ void produce(const MappedCall& argument, unsigned cha
             }
         }
         n += blocks;
+        if (BALANCED && piece.others > 0) {
+#pragma unroll 1
+            for (unsigned* word = call.counters + place_in_line() + piece.others; word != call.counters + place_in_line(); word--) {
+                await_turn(word, WARPS);
+                *word = 0;
+            }
+            arrive(&rest.parts);
+        }
     }
     if constexpr (DYNAMIC)
         if (count_and_see(call.counters + 1, gridDim.x - 1) == gridDim.x - 1)  // the last block of threads leaves both as zeros
@@ -609,34 +618,28 @@ struct Consumer {
         meet(FIRST_OWN + group, WARPGROUP);  // the other warps know that, too
     }
 
-    // Of a part of a piece, what lies where in device memory, by the block of threads that has it: vectors of each thread, and a word for each warp
-    // that says whether they are there. Which rows a warpgroup has may differ from one block of threads to another.
+    // Where of a part of a piece O, l and m lie in device memory, by the block of threads that has it: vectors of each thread. Which rows a warpgroup
+    // has may differ from one block of threads to another.
     __device__ __forceinline__ float4* sums_of(unsigned who) const
     {
-        return (float4*)call.sums + ((size_t)who * (SUMS + 1) * CONSUMERS + part) * WARPGROUP + threadIdx.x % WARPGROUP;
+        return (float4*)call.sums + (who * (SUMS + 1) * CONSUMERS + part) * WARPGROUP + once_more(threadIdx.x) % WARPGROUP;
     }
-    __device__ __forceinline__ unsigned* word_of_part(unsigned who) const { return call.counters + (who * CONSUMERS + part) * 4 + warp; }
 
-    __device__ __forceinline__ void hand_over()
+    __device__ __forceinline__ void hand_over(unsigned who)
     {
-        float4* const place = sums_of(place_in_line());
+        float4* const place = sums_of(who);
 #pragma unroll
         for (int s = 0; s < SUMS; s++)
             place[s * CONSUMERS * WARPGROUP] = float4{O[4 * s], O[4 * s + 1], O[4 * s + 2], O[4 * s + 3]};
         place[SUMS * CONSUMERS * WARPGROUP] = float4{l[0], l[1], m[0], m[1]};
         __syncwarp();
         if (lane == 0)
-            count_and_see(word_of_part(place_in_line()), 1);
+            count_and_see(call.counters + who, WARPS);
     }
 
-    // O, m and l of more keys. The word is left as 0.
+    // O, m and l of more keys.
     __device__ __forceinline__ void merge(unsigned who)
     {
-        if (lane == 0) {
-            await_turn(word_of_part(who), 1);
-            *word_of_part(who) = 0;
-        }
-        __syncwarp();
         const float4* const place = sums_of(who);
         const float4 last = __ldcg(place + SUMS * CONSUMERS * WARPGROUP);
         const float more[2] = {last.x, last.y}, highest[2] = {last.z, last.w};
@@ -685,7 +688,7 @@ struct Consumer {
         // What is needed of the piece: its place may be another's when Q is released
         const unsigned number = piece.number;
         const int batch = piece.batch, h = piece.head, row = piece.row, rows = piece.rows, stored = piece.stored;
-        const int others = BALANCED && !AGAIN ? piece.others : 0;
+        const int others = BALANCED && !AGAIN ? __shfl_sync(WARP, piece.others, 0) : 0;
         arrive_as_warp(&rest.empty_Q[slot], lane);
         await_products<0>();
         if (own && leads())
@@ -694,12 +697,14 @@ struct Consumer {
             pass_over(behind);
         if constexpr (BALANCED && !AGAIN) {
             if (others == FOR_ANOTHER) {
-                hand_over();
+                hand_over(once_more(place_in_line()));
                 return;
             }
+            if (others > 0)
+                await(&rest.parts, 0);
 #pragma unroll 1
             for (int x = 1; x <= others; x++)
-                merge(place_in_line() + x);
+                merge(once_more(place_in_line() + x));
         }
 
         const int g = lane / 4, t = lane % 4, first = first_row();
@@ -836,6 +841,7 @@ extern "C" __global__ void __launch_bounds__(ALL_THREADS, 1) fa2_forward(const _
             init_barrier(&rest.empty_K[x], CONSUMERS), init_barrier(&rest.empty_V[x], CONSUMERS);
         }
         init_barrier(&rest.settled, WARPS);
+        init_barrier(&rest.parts, 1);
         rest.first_again = rest.last_again = NONE;
         fence_barriers();
     }
