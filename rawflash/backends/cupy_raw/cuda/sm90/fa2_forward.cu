@@ -81,13 +81,20 @@ struct alignas(16) Piece {
     long long position;    // of row 0 on the key axis
 };
 
+// All blocks of keys of the pieces that are shared, as the blocks of threads take them.
+struct Line {
+    unsigned whole;       // pieces before it, which are not shared
+    unsigned each, more;  // blocks of keys of a share; of the first `more` shares, one more
+    unsigned at, end;     // this block of threads: what is left of its share
+};
+
 struct Rest {
     Barrier full_Q[Q_BUFFERS], empty_Q[Q_BUFFERS], full_K[STAGES], empty_K[STAGES], full_V[STAGES], empty_V[STAGES];
     Barrier settled;  // no warp has anything to add to the list of pieces to be done again
     Barrier parts;    // what others have of the last piece is there
     Piece piece[Q_BUFFERS];
     unsigned first_again, last_again;  // its first entry, and the piece that was added last
-    unsigned at, end;                  // what is left of this share of the line
+    Line line;
     float pin[CONSUMERS * WARPGROUP];
 };
 static_assert(AT_REST + sizeof(Rest) <= TILE_BYTES, "what the plan says");
@@ -116,23 +123,18 @@ __device__ __forceinline__ Steps steps_of(int lower, int upper, int keys, int fr
     return {first - begin, begin - end + 1, exact, plain > 0 ? plain : 0};
 }
 
-// The block of threads, as shares are counted: who waits has begun later than whom it waits for.
+// The block of threads, as shares are counted: who waits for another one has begun later.
 __device__ __forceinline__ unsigned place_in_line() { return BALANCED ? gridDim.x - 1 - blockIdx.x : blockIdx.x; }
-
-// The pieces that nobody shares: as many for each block of threads, so that of the others there are less than two for each.
-__device__ __forceinline__ unsigned whole_pieces(const Call& call)
-{
-    const unsigned all = pieces_of(call), each = all / gridDim.x;
-    return !BALANCED ? all : each < 2 ? 0 : (each - 1) * gridDim.x;
-}
 
 __device__ __forceinline__ unsigned key_blocks(const Call& call) { return (unsigned)(call.Tk + BC - 1) / BC; }
 
-// Where in the line of blocks of keys a share begins.
-__device__ __forceinline__ unsigned begin_of_share(const Call& call, unsigned who)
+// Of the pieces, two for each block of threads at most are shared.
+__device__ __forceinline__ Line line_of(const Call& call)
 {
-    const unsigned line = (pieces_of(call) - whole_pieces(call)) * key_blocks(call), more = line % gridDim.x;
-    return who * (line / gridDim.x) + (who < more ? who : more);
+    const unsigned pieces = pieces_of(call), times = pieces / gridDim.x, whole = times < 2 ? 0 : (times - 1) * gridDim.x;
+    const unsigned all = (pieces - whole) * key_blocks(call), each = all / gridDim.x, more = all % gridDim.x, who = place_in_line();
+    const unsigned begin = who * each + (who < more ? who : more);
+    return {whole, each, more, begin, begin + each + (who < more)};
 }
 
 // What the next lines need is read again: few registers are left to the warpgroup that copies.
@@ -222,13 +224,15 @@ __device__ __forceinline__ bool describe(volatile Piece& piece, const Call& call
     return true;
 }
 
-// How many of the blocks of threads that come next in the line are to go through these blocks of keys.
-__device__ __forceinline__ int others_of(const Call& call, unsigned blocks)
+// How many of the blocks of threads that come next in the line have so many blocks of keys.
+__device__ __forceinline__ int others_of(const Line& line, unsigned blocks)
 {
-    int count = 0;
-    for (const unsigned next = place_in_line() + 1, begin = begin_of_share(call, next); begin_of_share(call, next + count) - begin < blocks;)
-        count++;
-    return count;
+    int others = 0;
+    for (unsigned who = place_in_line() + 1; blocks > 0; who++, others++) {
+        const unsigned share = line.each + (who < line.more);
+        blocks -= share < blocks ? share : blocks;
+    }
+    return others;
 }
 
 __device__ __forceinline__ unsigned draw(unsigned* counter) { return atomicAdd(counter, 1u); }
@@ -237,16 +241,15 @@ __device__ __forceinline__ unsigned draw(unsigned* counter) { return atomicAdd(c
 __device__ __forceinline__ void produce(const MappedCall& argument, unsigned char* on_chip, Rest& rest)
 {
     const Call& call = argument.call;
-    const unsigned count = whole_pieces(call);
+    Line& line = rest.line;
+    const unsigned count = BALANCED ? line.whole : pieces_of(call);
     unsigned given = 0, n = 0;  // pieces, and blocks of keys, so far
     bool again = false;         // those of the list
-    if constexpr (BALANCED)
-        rest.at = begin_of_share(call, place_in_line()), rest.end = begin_of_share(call, place_in_line() + 1);
     for (unsigned number = place_in_line(), next;; number = next) {
         const unsigned slot = given % Q_BUFFERS;
         await(&rest.empty_Q[slot], (given / Q_BUFFERS & 1) ^ 1);
         Piece& piece = rest.piece[slot];
-        if (again ? number == NONE : number >= count && (!BALANCED || rest.at == rest.end)) {
+        if (again ? number == NONE : number >= count && (!BALANCED || line.at == line.end)) {
             piece.number = NONE;
             arrive(&rest.full_Q[slot]);
             given++;
@@ -264,12 +267,12 @@ __device__ __forceinline__ void produce(const MappedCall& argument, unsigned cha
             next = call.again[number], number /= WARPS;
         } else if (BALANCED && number >= count) {
             next = number;
-            const unsigned of_piece = share.to, at = rest.at, left = rest.end - at;
+            const unsigned of_piece = share.to, at = line.at, left = line.end - at;
             number = count + at / of_piece;
             share.from = at % of_piece;
             share.to = share.from + left < of_piece ? share.from + left : of_piece;
-            rest.at = at + share.to - share.from;
-            piece.others = share.from > 0 ? FOR_ANOTHER : others_of(call, of_piece - share.to);
+            line.at = at + share.to - share.from;
+            piece.others = share.from > 0 ? FOR_ANOTHER : others_of(line, of_piece - share.to);
         } else {
             next = gridDim.x + (DYNAMIC ? draw(call.counters) : number);  // asked for long before it is needed
         }
@@ -640,6 +643,7 @@ struct Consumer {
     // O, m and l of more keys.
     __device__ __forceinline__ void merge(unsigned who)
     {
+        await(&rest.parts, 0);
         const float4* const place = sums_of(who);
         const float4 last = __ldcg(place + SUMS * CONSUMERS * WARPGROUP);
         const float more[2] = {last.x, last.y}, highest[2] = {last.z, last.w};
@@ -657,6 +661,8 @@ struct Consumer {
         }
 #pragma unroll
         for (int s = 0; s < SUMS; s++) {
+            if (s % 8 == 0 && s > 0)
+                await(&rest.parts, 0);  // which it need not, but the assembler moves no further reads up to here: they take registers
             const float4 x = __ldcg(place + s * CONSUMERS * WARPGROUP);
             const float sums[4] = {x.x, x.y, x.z, x.w};
 #pragma unroll
@@ -700,8 +706,6 @@ struct Consumer {
                 hand_over(once_more(place_in_line()));
                 return;
             }
-            if (others > 0)
-                await(&rest.parts, 0);
 #pragma unroll 1
             for (int x = 1; x <= others; x++)
                 merge(once_more(place_in_line() + x));
@@ -845,6 +849,8 @@ extern "C" __global__ void __launch_bounds__(ALL_THREADS, 1) fa2_forward(const _
         rest.first_again = rest.last_again = NONE;
         fence_barriers();
     }
+    if (BALANCED && threadIdx.x == WARP_SIZE)
+        rest.line = line_of(argument.call);
     __syncthreads();  // the barriers are there
     if (threadIdx.x < WARPGROUP) {
         give_registers<PRODUCER_REGISTERS>();
