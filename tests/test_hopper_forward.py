@@ -195,6 +195,9 @@ def scores(name, T=600, d=64, B=1, H=2):
     elif what == "all":  # every row: scores of 8 t up to t, not of random signs
         q[...], k[...] = 1, 0
         k[..., 0] = np.linspace(float(how), 0, T)
+    elif what == "dip":  # what is before it is far above what is behind it
+        q[...], k[...] = 1, 0
+        k[:, :, :128, 0], k[:, :, 128:384, 0] = float(how), -float(how)
     elif what == "sums":  # each exponential is finite, and with these values what they are multiplied to
         q[...], k[...] = 1, 0
         k[:, :, : T // 2, 0] = float(how)
@@ -216,7 +219,7 @@ def scores(name, T=600, d=64, B=1, H=2):
 
 SCORES = (
     "early 10", "early 40", "early 1000", "late 40", "late 1000", "key 0", "key 300", "key 599", "rising 50",
-    "falling 50", "rising 2000", "all 1000", "all -1000", "values 0", "sums 700", "masked 0", "masked -100",
+    "falling 50", "rising 2000", "all 1000", "all -1000", "values 0", "sums 700", "dip 4000", "masked 0", "masked -100",
     "masked 350", "window 200",
 )  # fmt: skip
 
@@ -416,8 +419,10 @@ BROKEN_SHARES = {
     ),
     "the end of another piece": (("(last - (BALANCED ? share.from : 0))", "(last - share.from / 2)"), *between(4)),
     "what is not finite counts nothing": (
-        ("sums[y] * added[y / 2]", "(added[y / 2] > 0 ? sums[y] * added[y / 2] : 0.0f)"),
-        3, lambda: scores("values 0", d=128),
+        ("now), added[r] = exp2_approximately(shift[2 + r] - now);",
+         "now), added[r] = exp2_approximately(shift[2 + r] - now);\n"
+         "            if (added[r] == 0) { l[r] *= kept[r]; return; }"),
+        3, lambda: scores("dip 4000", d=128),
     ),
 }  # fmt: skip
 
