@@ -1,6 +1,6 @@
 """Tables and plots of the pages, from the records.
 
-    python -m bench.report            # README.md, docs/benchmarks.md, docs/benchmarks/*.svg; plots need matplotlib
+    python -m bench.report            # PAGES and docs/benchmarks/*.svg; plots need matplotlib
     python -m bench.report --check    # exit status 1 where they are not what the records make; needs no matplotlib
 
 A table stands between ``<!-- bench:begin NAME -->`` and ``<!-- bench:end -->``. Of a case the newest row counts that
@@ -19,12 +19,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from bench import record
+from bench import record, reliability
 from bench.cases import GRID, GROUPS
 from bench.peers import PEERS
 from bench.run import SCHEMA, has_figures, says_more
 
-PAGES = ("README.md", "docs/benchmarks.md")
+PAGES = ("README.md", "docs/benchmarks.md", "docs/kernels/sm90.md")
 PLOTS = Path("docs/benchmarks")
 BLOCK = re.compile(r"(<!-- bench:begin(?: (?P<name>[\w-]+))? -->\n).*?(<!-- bench:end -->)", re.DOTALL)
 README = (
@@ -75,7 +75,25 @@ def load(folder: Path = record.RESULTS) -> dict[str, Results]:
                 if old is None or says_more(row, old) or (other_code and ratio(row)):
                     results.rows[row["name"]] = row
                     results.sources[row["name"]] = name, made
+    found["reliability"] = _reliable(folder)
     return found
+
+
+def _reliable(folder: Path) -> Results:
+    """The newest row of each job of ``bench.reliability``; all are of the code and the device of the newest record."""
+    results = Results()
+    records = [(path.name, record.read(path)) for path in sorted(folder.glob("*.json"))]
+    some = [(name, made) for name, made in records
+            if made.get("schema") == reliability.SCHEMA and made["device"] == "gpu"]  # fmt: skip
+    some.sort(key=lambda entry: (entry[1]["date"], entry[0]))
+    for name, made in some:
+        last = some[-1][1]
+        if (_device(made), code_of(made)) == (_device(last), code_of(last)):
+            results.device = _device(made)
+            for row in made["rows"]:
+                results.rows[row["name"]] = row
+                results.sources[row["name"]] = name, made
+    return results
 
 
 def code_of(made: dict[str, Any]) -> str | None:
@@ -323,7 +341,102 @@ def ceilings(results: Results) -> Made:
     return table(["what", "burst, TFLOP/s", "sustained, TFLOP/s", "TB/s", "record"], sorted(lines)), rows
 
 
-TABLES: dict[str, tuple[str, Maker]] = {  # name of a block: device, and what makes it; "": the README's
+# ---- reliability and accuracy --------------------------------------------------------------------------------
+
+
+def _of_part(results: Results, part: str) -> list[Row]:
+    """In the order of their names, numbers as numbers."""
+    names = [name for name in results.rows if name.startswith(part + "/")]
+    names.sort(key=lambda name: re.sub(r"\d+", lambda digits: digits[0].zfill(9), name))
+    return results.of(names)
+
+
+def _worst(worst: dict[str, Any]) -> str:
+    """The result whose error is largest by what is allowed."""
+    values = {name: float(x[0] if isinstance(x, list) else x) for name, x in worst.items()}
+    name = max(values, key=lambda name: values[name], default="")
+    return f"{values[name]:.2f} ({name})" if name else ""
+
+
+def proofs(results: Results) -> Made:
+    """Calls that were held against the bound or against one another."""
+    lines, rows = [], []
+    for part in ("forward", "backward"):
+        mine = _of_part(results, part)
+        rows += mine
+        for entry in reliability.summary(mine).values():
+            ours = sum(count for kernel, count in entry["served"].items() if kernel.endswith(", wgmma"))
+            what = f"{part}, random shapes in {entry['jobs']} sets of constants"
+            lines.append([what, f"{entry['calls']:,}", f"{ours:,}", str(entry["failures"]), "",
+                          _worst(entry.get("worst", {}))])  # fmt: skip
+    for part in ("repeats", "graphs"):
+        for row in _of_part(results, part):
+            rows.append(row)
+            times = row.get("repeats", row.get("replays", 0))
+            ours = any(kernel.endswith(", wgmma") for kernel in row.get("served", {}))
+            what = row["name"].partition("/")[2] if part == "repeats" else f"graph, {row['name'].partition('/')[2]}"
+            lines.append([what, f"{times:,}", f"{times:,}" if ours else "0", str(len(row["failures"])),
+                          str(row.get("other_bits", "")), _worst(row.get("worst", {}))])  # fmt: skip
+    head = ["what", "calls", "by kernels of sm_90", "failed", "other bits", "largest error by what is allowed"]
+    return table(head, lines), rows
+
+
+def accuracy(results: Results) -> Made:
+    """Largest errors of the output by family of scores, over all lengths and head dimensions."""
+    rows, lines = _of_part(results, "accuracy"), []
+    found: dict[tuple[str, str], list[Row]] = {}
+    for row in rows:
+        for family, line in row.get("families", {}).items():
+            found.setdefault((family, row["case"]["dtype"]), []).append(line)
+    for family, dtype in sorted(found, key=lambda key: (reliability.FAMILIES.index(key[0]), key[1])):
+        some = found[family, dtype]
+        cells = []
+        for who in ("rawflash", "followed", "cudnn"):
+            errors = [float(line[who]["largest"]) for line in some if "largest" in line.get(who, {})]
+            cells.append(f"{max(errors):.1e}" if errors else "")
+        by = [float(line["by_cudnn"]) for line in some if "by_cudnn" in line]
+        bound = max(float(line["rawflash"].get("by_bound", "inf")) for line in some)
+        lines.append([f"{family}, {dtype}", *cells, f"{max(by):.2f}" if by else "", f"{bound:.2f}"])
+    head = ["scores", "rawflash", "maximum followed", "cuDNN", "by cuDNN's, at most", "by what is allowed, at most"]
+    return table(head, lines), rows
+
+
+def gradients(results: Results) -> Made:
+    """Errors of gradients as multiples of cuDNN's, lowest and highest."""
+    rows, lines = _of_part(results, "gradients"), []
+    found: dict[tuple[str, int], list[Row]] = {}
+    for row in rows:
+        some = found.setdefault((row["case"]["dtype"], row["case"]["d"]), [])
+        some += row.get("families", {}).values()
+    for (dtype, d), some in sorted(found.items()):
+        cells = []
+        for name in ("dq", "dk", "dv"):
+            for key in ("rms_by_cudnn", "largest_by_cudnn"):
+                by = [float(line[name][key]) for line in some if line[name].get(key) is not None]
+                cells.append(f"{min(by):.2f} to {max(by):.2f}" if by else "")
+        bound = max(float(line[name]["rawflash"]["by_bound"]) for line in some for name in ("dq", "dk", "dv"))
+        lines.append([f"{dtype}, d = {d}", *cells, f"{bound:.2f}"])
+    head = ["", *(f"{name}, {what}" for name in ("dq", "dk", "dv") for what in ("rms", "largest")),
+            "largest by what is allowed"]  # fmt: skip
+    return table(head, lines), rows
+
+
+def redone(results: Results) -> Made:
+    """Time of calls of which pieces are done again."""
+    rows = _of_part(results, "redo")
+    names = list(dict.fromkeys(name for row in rows for name in row.get("us", {})))
+    lines = []
+    for row in rows:
+        c, cells = row["case"], []
+        for name in names:
+            times = row["us"].get(name)
+            by = f" ({row['by_none'][name]:.2f})" if name != names[0] and times else ""
+            cells.append(f"{number(times[1] / 1e3)} ms{by}" if times else "")
+        lines.append([f"H = {c['H']}, T = {c['T']}, d = {c['d']}" + ", causal" * c["causal"], *cells])
+    return table(["problem", *names], lines), rows
+
+
+TABLES: dict[str, tuple[str, Maker]] = {  # name of a block: whose rows, and what makes it; "": the README's
     "": ("gpu", readme),
     "grid-forward": ("gpu", speeds_of("grid", "forward")),
     "grid-backward": ("gpu", speeds_of("grid", "backward")),
@@ -345,6 +458,10 @@ TABLES: dict[str, tuple[str, Maker]] = {  # name of a block: device, and what ma
     "cpu-sweep": ("cpu", sweep("cpu-sweep")),
     "cpu-start": ("cpu", start("cpu-start")),
     "cpu-ceilings": ("cpu", ceilings),
+    "reliability": ("reliability", proofs),
+    "accuracy": ("reliability", accuracy),
+    "gradients": ("reliability", gradients),
+    "redo": ("reliability", redone),
 }
 
 

@@ -160,7 +160,7 @@ class WarpgroupForward:
     turns : bool
         These begin their products in turn.
     static : bool
-        bfloat16: the maximum is that of the first blocks of keys.
+        The maximum is that of the first blocks of keys.
     stages : int
         K and V that are on chip at once.
     least, most : int

@@ -10,10 +10,10 @@
 // A step begins S_j = Q K_j^T and O += P_{j-1} V_{j-1}, waits for the first, and takes the exponentials of S_j while the second runs. Where TURNS
 // says so, warpgroups begin their products in turn, so that one has products under way while another takes exponentials.
 //
-// The maximum. bfloat16 has the exponents of float32, so that P = exp(S - m) may be far above 1: with STATIC_MAXIMUM, m is the maximum of the first
-// blocks, those up to the last key of the first row, by which each row has seen a key if it sees any; it then stays. That is the same O / l. Where it
-// is not (l of 2^64 or more, something is not finite), the piece is done again by steps whose every score is at most the maximum and whose numbers
-// overflow only if the result does.
+// The maximum. P = exp(S - m) may be above 1, up to 2^16 in float16 and far more in bfloat16, which has the exponents of float32: with STATIC_MAXIMUM,
+// m is the maximum of the first blocks, those up to the last key of the first row, by which each row has seen a key if it sees any; it then stays.
+// That is the same O / l. Where it is not (l of 2^64 or more; something is not finite, as O is where a P of float16 was not), the piece is done again
+// by steps whose every score is at most the maximum and whose numbers overflow only if the result does.
 //
 // BALANCED: blocks of threads end together. Whole pieces would leave many of them idle in the end, so of the last pieces all blocks of keys are put
 // in one line and shared out evenly. Each takes, in this order, the end of a piece that another has begun, whole pieces, and the begin of one more.
@@ -40,7 +40,6 @@ constexpr int AT_REST = AT_O + OWN_O * O_BYTES;
 static_assert(BR % ROWS == 0 && BC % 16 == 0 && K_BYTES % SLAB_ALIGNMENT == 0, "rows of products, slabs");
 static_assert(!(BALANCED && (DYNAMIC || BAND || RAGGED || PACKED)), "pieces are alike");
 static_assert(BC / 4 <= 32, "a bit for each column of a thread");
-constexpr bool STATIC = STATIC_MAXIMUM && TYPE == BFLOAT16;
 constexpr float MOST_SHIFT = 16777216.0f;  // 2^24 powers of two: up to there m, multiplied by the scale, is rounded by 1/2 at most
 // Columns of O: the fewest that there is a product for.
 constexpr int WIDTH = DV <= 16 ? 16 : DV <= 32 ? 32 : DV <= 64 ? 64 : DV <= 80 ? 80 : DV <= 96 ? 96 : DV <= 128 ? 128 : DV <= 160 ? 160 :
@@ -557,7 +556,7 @@ struct Consumer {
     // All steps of a piece: O, m and l of the thread's rows, l the thread's own part.
     template <bool AGAIN> __device__ __forceinline__ void attend(const Piece& piece, unsigned slot)
     {
-        constexpr int EXACT = AGAIN ? CAREFULLY : MOVING, PLAINLY = STATIC ? FIXED : MOVING;
+        constexpr int EXACT = AGAIN ? CAREFULLY : MOVING, PLAINLY = STATIC_MAXIMUM ? FIXED : MOVING;
 #pragma unroll
         for (int r = 0; r < 2; r++)
             m[r] = -INFINITE, l[r] = 0;
