@@ -466,13 +466,13 @@ def plain(**options):
 RELEASE = "        if (leads())\n            arrive(&rest.empty_K[k]);\n"
 EARLY = "await(&rest.full_K[k], n / STAGES & 1);\n" + RELEASE
 BROKEN = {
-    "a sum of any size": (("total < MOST_SUM", "true"), lambda: scores("sums 700")),
-    "outputs of any size": (("&& finite == 0.0f", ""), lambda: scores("values 0", d=128)),
+    "a sum of any size": (("!(total[r] < MOST_SUM)", "false"), lambda: scores("sums 700")),
+    "outputs of any size": (("| !(finite[2 * r] + finite[2 * r + 1] == 0.0f)", ""), lambda: scores("values 0", d=128)),
     "pieces are not done again": (("&& !__all_sync(WARP, !again)", "&& false"), lambda: scores("rising 50")),
     "no rescaling": (("if (WAY != FIXED && moves)", "if (false)"), plain(causal=True, dtype="float16")),
-    "NaN behind the last key": (("clear_values(piece);", ""), padded),
+    "NaN behind the last key": (("clear_values(piece, j0);", ""), padded),
     "one key fewer": (("position + call.band_upper + 1,", "position + call.band_upper,"), plain(causal=True)),
-    "one key more on the left": (("column < first", "column < first - 1"), plain(window=(20, 20))),
+    "one key more on the left": (("piece.lower + row - from", "piece.lower + row - 1 - from"), plain(window=(20, 20))),
     "boxes into the next sequence": (
         ("PACKED ? first + WARP_ROWS <= stored : first < stored", "first < stored"), packed
     ),
@@ -490,7 +490,7 @@ BROKEN = {
         ("        fence_shared();\n        __syncwarp();", "        __syncwarp();"), plain()
     ),
     "O is overwritten before it was read": (
-        ("            if (lane == 0)\n                await_stores_read<0>();\n", ""), plain(B=2, Hq=4)
+        ("        if (lane == 0)\n            await_stores_read<0>();\n", ""), plain(B=2, Hq=4)
     ),
     "P of the step before is not waited for": (
         ("l[0] + l[1];\n        await_products<0>();", "l[0] + l[1];\n        await_products<1>();"), plain()
