@@ -92,6 +92,10 @@ WGMMA_ROWS = 64  # of a warpgroup
 WGMMA_REST = 2688  # bytes: barriers, what pieces of work are
 WGMMA_PROCESSORS = 132  # of a device that was not asked
 WGMMA_FEWEST = 0.4  # pieces of work for each multiprocessor; with fewer, cuda/mma is faster, which shares keys out
+WGMMA_BALANCED_LEAST = 16  # blocks of keys of a piece that blocks of threads may share
+WGMMA_BALANCED_COST = 8.0  # what that costs, in blocks of keys
+WGMMA_PART_REST = 8  # numbers of a row of a part beside its sums
+WGMMA_BALANCED_MOST = 1 << 30  # blocks of keys of all shared pieces, so that their numbers have 32 bits
 WGMMA_SECTION = 32 << 20  # bytes of K and V that stay in L2
 WGMMA_BACKWARD = {64: 128, 128: 64}  # Br, by the wider of d and dv
 WGMMA_BACKWARD_KEYS = 128  # Bc
@@ -256,6 +260,8 @@ class Tiles:
         Thread blocks, of kernels whose blocks take one piece of work after the other; else 0.
     constants : tuple of (str, int)
         What the text of such a kernel takes as given beside the block sizes.
+    parts_bytes : int
+        Device memory for parts of pieces of work that these blocks share, so that they end together; 0: they do not.
 
     Examples
     --------
@@ -282,6 +288,7 @@ class Tiles:
     threads: int = 0
     grid: int = 0
     constants: tuple[tuple[str, int], ...] = ()
+    parts_bytes: int = 0
 
     @cached_property
     def smem_bytes(self) -> int:
@@ -315,6 +322,8 @@ class Tiles:
             lines.append("  products by warpgroups (wgmma), copies by tensor maps")
         if self.parts > 1:
             lines.append(f"  keys in up to {self.parts} parts of {self.part_keys}, merged by their m and l")
+        if self.parts_bytes:
+            lines.append(f"  the last pieces of work shared by {self.grid} blocks of threads, {self.parts_bytes} bytes")
         if self.panel:
             lines.append(f"  softmax by panels of {self.panel} whole rows of scores")
         if self.on_chip_bytes is not None:
@@ -1067,6 +1076,18 @@ def _last_end(problem: Problem, chip: Chip, bc: int) -> int:
     return last
 
 
+def _is_shared(pieces: int, key_blocks: int, processors: int) -> bool:
+    """Are the last of these pieces, which are alike, to be shared by blocks of threads, one for each multiprocessor?
+
+    If the time that these would else be idle in the end is more than sharing costs.
+    """
+    return (
+        key_blocks >= WGMMA_BALANCED_LEAST
+        and -pieces % processors / processors * key_blocks > WGMMA_BALANCED_COST
+        and 2 * processors * key_blocks < WGMMA_BALANCED_MOST
+    )
+
+
 def _wgmma_forward(problem: Problem, chip: Chip) -> Tiles | None:
     """The first row of the table that fits: Q twice and O on its own, if there is room, so that pieces overlap."""
     limit, processors = chip.on_chip_bytes, chip.processors or WGMMA_PROCESSORS
@@ -1091,16 +1112,20 @@ def _wgmma_forward(problem: Problem, chip: Chip) -> Tiles | None:
                 Tile("P", br, bc, 2, REGISTERS),
                 Tile("O", br, problem.dv, 4, REGISTERS),
             ]
+            pieces = -(-problem.Tq // br) * problem.B * problem.Hq
+            worked = problem.softcap is not None or problem.alibi  # scores that take many registers
+            balanced = not uneven and not worked and _is_shared(pieces, -(-problem.Tk // bc), processors)
             constants = {
                 "Q_BUFFERS": buffers, "STAGES": shape.stages, "OWN_O": int(own), "TURNS": int(shape.turns),
-                "EVERY_OWN": int(shape.own), "Q_STAYS": int(shape.q_stays),
+                "EVERY_OWN": int(shape.own), "Q_STAYS": int(shape.q_stays), "BALANCED": int(balanced),
                 "STATIC_MAXIMUM": int(shape.static), "DYNAMIC": int(uneven),
                 "LOWER": int(lower is not None), "RAGGED": int(problem.ragged),
                 "PRODUCER_REGISTERS": WGMMA_REGISTERS[groups][0], "CONSUMER_REGISTERS": WGMMA_REGISTERS[groups][1],
             }  # fmt: skip
             tiles = Tiles(
                 br, bc, tuple(resident), chip.name, limit, IJ, family=WGMMA,
-                grid=min(processors, -(-problem.Tq // br) * problem.B * problem.Hq), constants=tuple(constants.items()),
+                grid=processors if balanced else min(processors, pieces), constants=tuple(constants.items()),
+                parts_bytes=processors * br * (to_dv + WGMMA_PART_REST) * 4 if balanced else 0,
             )  # fmt: skip
             if tiles.smem_bytes <= limit:
                 return tiles

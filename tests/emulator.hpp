@@ -89,6 +89,7 @@ static void* argument;
 namespace emulated {
 static char message[2000];  // the first error that has words
 static bool in_thread;
+static bool in_order;  // blocks of threads, backwards too: they wait for others that have smaller numbers
 
 // What emulator_hopper.hpp has to say: at the begin and the end of a block and of a thread; when threads have met; when none can go on.
 struct Hooks {
@@ -453,7 +454,7 @@ static int run_blocks(unsigned blocks, unsigned count, size_t shared, bool backw
     threads = count;
     gridDim = {blocks, 1, 1}, blockDim = {count, 1, 1};
     for (unsigned block = 0; block < blocks; block++) {
-        blockIdx = {backwards ? blocks - 1 - block : block, 0, 0};
+        blockIdx = {backwards && !emulated::in_order ? blocks - 1 - block : block, 0, 0};
         memset(on_chip, 0xFF, shared);
         memset(on_chip + shared, 0x5A, WATCHED);
         at_barrier = 0;

@@ -114,6 +114,7 @@ extern "C" int emulate(
     memcpy(&aligned, call, bytes < sizeof aligned ? bytes : sizeof aligned);
     argument = &aligned, kernel_of_launch = kernel;
     emulated::bfloat16 = TYPE == BFLOAT16;
+    emulated::in_order = %d;
     for (const auto& x : KERNELS) {
         if (x.kernel != kernel)
             continue;
@@ -132,6 +133,7 @@ extern "C" int emulate(
     return 3;
 }
 """
+IN_ORDER = re.compile(r"constexpr int BALANCED = 1;|#define DETERMINISTIC 1")  # who waits for blocks of smaller numbers
 KERNEL = re.compile(
     r"__global__\s+void\s+(?:__launch_bounds__\(([^()]*)\)\s+)?(\w+)\(const (__grid_constant__ )?(Mapped)?Call "
 )
@@ -146,7 +148,7 @@ def launch_of(text):
         assert constant or not mapped, f"{name}: a tensor map is read where the argument lies, so __grid_constant__"
         names.append(f'extern "C" void address_of_{name}() __asm__("{name}") __attribute__((weak));')
         rows.append(f"{{(void*)address_of_{name}, {int(bool(mapped))}, {{{bounds}}}}}")
-    return LAUNCH_MAPPED % ("\n".join(names), ", ".join(rows))
+    return LAUNCH_MAPPED % ("\n".join(names), ", ".join(rows), IN_ORDER.search(text) is not None)
 
 
 def encode(address, dtype, extents, strides, rows):

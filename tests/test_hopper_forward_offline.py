@@ -25,11 +25,15 @@ RICH = dict(softcap=9.0, alibi_slopes=[0.5, 0.2, 0.1, 0.0] * 2, window=(300, 9),
 #: of those that are masked on the left, and of pieces that are done again
 CASES = {
     "full": ("bfloat16", 128, 128, {}, 2),
-    "full, 64": ("bfloat16", 64, 64, {}, 2),
+    "full, 64, shared": ("bfloat16", 64, 64, {}, 2),
     "full, 64, long": ("bfloat16", 64, 64, {}, 2),
     "causal": ("bfloat16", 128, 128, dict(causal=True), 3),
     "causal, 64": ("bfloat16", 64, 64, dict(causal=True), 3),
     "causal, 64, long": ("bfloat16", 64, 64, dict(causal=True), 3),
+    "full, long, shared": ("bfloat16", 128, 128, {}, 2),
+    "full, 64, long, shared": ("bfloat16", 64, 64, {}, 2),
+    "full, 192, long, shared": ("bfloat16", 192, 192, {}, 2),
+    "float16, 256, long, shared": ("float16", 256, 256, {}, 2),
     "float16": ("float16", 128, 128, {}, 2),
     "float16, causal, 64": ("float16", 64, 64, dict(causal=True), 3),
     "window": ("bfloat16", 128, 128, dict(window=(300, 9)), 4),
@@ -54,12 +58,13 @@ def assembled(name):
     dtype, d, dv, options, _ = CASES[name]
     packed, device = "cu_seqlens_q" in options, Device("sm_90a")
     lead = () if packed else (B,)
-    rows = 2 * T if "long" in name else T
+    rows = T if "long" not in name else 5 * T if "shared" in name else 2 * T
     q, k, v = (Array((*lead, h, rows, n), DTYPES[dtype]) for h, n in ((HQ, d), (HKV, d), (HKV, dv)))
     with device.current():
         (rf.attention_varlen if packed else rf.attention)(q, k, v, **options)
     (program,) = device.programs
     assert program.file == "sm90/fa2_forward.cu"
+    assert ("constexpr int BALANCED = 1;" in program.text) == ("shared" in name)
     code, log = compiler.compile_log(program.text, program.arch)
     return program, code, log
 

@@ -579,6 +579,28 @@ def test_problems_of_warpgroups(options):
     assert dict(tiles.constants)["DYNAMIC"] == bool(uneven & options.keys())
 
 
+def test_the_last_pieces_are_shared_where_that_gains():
+    """Of 132 multiprocessors: as many pieces as rows / 128 or rows / 256 for each of 16 heads."""
+    for more, shared in (
+        (dict(), False), (dict(B=16, d=64, dv=64, Tq=2048, Tk=2048), True), (dict(B=8, Hq=16, Tq=2048, Tk=2048), True),
+        (dict(B=8, Hq=16, Tq=2048, Tk=1920), False),  # pieces of fewer blocks of keys
+        (dict(B=1, Hq=4, Tq=2112, Tk=8192), True), (dict(B=1, Hq=4, Tq=4224, Tk=8192), False),  # 68 pieces, 132
+        (dict(Tk=1 << 23), True), (dict(Tk=1 << 29), False),  # more blocks of keys than 32 bits count
+        (dict(B=1, Hq=64, d=256, dv=256), True),
+    ):  # fmt: skip
+        tiles = on_warpgroups(**(dict(d=128, dv=128) | more))
+        to_dv = -(-tiles.resident[-1].cols // 64) * 64
+        assert dict(tiles.constants)["BALANCED"] == shared
+        assert tiles.parts_bytes == (132 * tiles.br * (to_dv + 8) * 4 if shared else 0)
+        assert ("shared by 132" in str(tiles)) == shared
+        assert tiles.grid == 132
+    long = dict(B=8, Hq=16, Tq=2048, Tk=2048, d=128, dv=128)
+    for option in ("causal", "ragged", "varlen", "alibi"):  # not alike, or of many registers
+        assert on_warpgroups(**long, **{option: True}).parts_bytes == 0
+    assert on_warpgroups(**long, softcap=3.0).parts_bytes == 0
+    assert on_warpgroups(**long, sinks=True).parts_bytes > 0
+
+
 @pytest.mark.parametrize("options", [
     dict(dtype="float32"), dict(dtype="float64"), dict(algorithm="fa1"), dict(dv=36), dict(d=264, dv=264),
     dict(page=16), dict(bias=(1, 1, 4096, 4096)), dict(dropout=0.1), dict(mask="dense"), dict(scale=0.0),

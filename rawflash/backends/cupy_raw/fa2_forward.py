@@ -16,6 +16,7 @@ MERGED_ROWS = 16  # of a thread block of mma/fa2_forward.cu's merge
 EXACT_MAXIMUM = "RAWFLASH_EXACT_MAXIMUM"  # in the environment, "1": the maximum of a row is never left behind
 WARP_ROWS = 16  # of the output, that a warp of sm90/fa2_forward.cu stores
 THREADS_OF_GROUP, WARPS_OF_GROUP = 128, 4
+FLOAT_BYTES = 4
 
 
 def fa2_forward(problem: Problem, tiles: Tiles, x: Operands, out: Target, lse: Target) -> None:
@@ -81,6 +82,10 @@ def _warpgroups(problem: Problem, tiles: Tiles, x: Operands, out: Target, lse: T
     values = {"o.data": out.address, "lse.data": lse.address}
     if dict(tiles.constants)["DYNAMIC"]:
         values["counters"] = kernels.counters(2)
+    if tiles.parts_bytes:  # O, m and l of parts of pieces, and how many warps have written theirs
+        parts = kernels.workspace(tiles.parts_bytes // FLOAT_BYTES)
+        values["sums"] = parts.data.ptr
+        values["counters"] = kernels.counters(tiles.grid)
     again = kernels.workspace(blocks * problem.Hq * problem.B * groups * WARPS_OF_GROUP)  # pieces to be done again
     values["again"] = again.data.ptr
     call = kernels.call(problem, x, values)

@@ -24,7 +24,8 @@ struct Table {  // integers, one for each sequence (cu_seqlens: and one more); b
 struct Call {
     Matrix q, k, v, o, dout, dq, dk, dv;
     Statistic lse, dlse, delta, m, l;
-    real* sums;  // real workspace (slots, Hq, rows of q, d or dv): O of fa1, of each further part of fa2, dQ of the backward passes
+    real* sums;  // real workspace (slots, Hq, rows of q, d or dv): O of fa1, of each further part of fa2, dQ of the backward passes;
+                 // sm90 forward: of parts of pieces, as the registers have them
     Pairs bias;
     real* dbias;  // contiguous, of the extents below
     long long bias_b, bias_h, bias_i, bias_j;
@@ -33,7 +34,8 @@ struct Call {
     const void* sinks;
     long long sinks_h;
     double* dsinks;
-    unsigned* counters;  // few rows: of the parts of keys that are done; sm90: of pieces, and of blocks at their end; zeros before and after
+    unsigned* counters;  // zeros before and after. Few rows: of the parts of keys that are done; sm90: of pieces, and of blocks at their end;
+                         // or of warps whose part of a piece is there
     unsigned* again;     // sm90: the list of pieces that are to be done again, an entry for each warp of each
     Table cu_seqlens_q, cu_seqlens_k, q_lengths, kv_lengths, q_offset;
     Table block_table;               // (B, table_row) blocks of a paged cache that has cache_blocks

@@ -15,6 +15,10 @@
 // m is the maximum of the first blocks, those up to the last key of the first row, by which each row has seen a key if it sees any; it then stays.
 // That is the same O / l. Where it is not (l of 2^64 or more; something is not finite, as O is where a P of float16 was not), the piece is done again
 // by steps whose every score is at most the maximum and whose numbers overflow only if the result does.
+//
+// BALANCED: blocks of threads end together. Whole pieces would leave many of them idle in the end, so of the last pieces all blocks of keys are put
+// in one line and shared out evenly. Each takes, in this order, the end of a piece that another has begun, whole pieces, and the begin of one more.
+// O, m and l of an end go to device memory, and to who has begun the piece: that is done last, when the others have long been there.
 
 #include "numbers.cuh"
 #include "call.cuh"
@@ -35,6 +39,7 @@ constexpr int V_BYTES = BC * SLABS_V * SLAB_ROW, O_BYTES = BR * SLABS_V * SLAB_R
 constexpr int AT_K = Q_BUFFERS * Q_BYTES, AT_V = AT_K + STAGES * K_BYTES, AT_O = AT_V + STAGES * V_BYTES;
 constexpr int AT_REST = AT_O + OWN_O * O_BYTES;
 static_assert(BR % ROWS == 0 && BC % 16 == 0 && K_BYTES % SLAB_ALIGNMENT == 0, "rows of products, slabs");
+static_assert(!(BALANCED && (DYNAMIC || BAND || RAGGED || PACKED)), "pieces are alike");
 static_assert(BC / 4 <= 32, "a bit for each column of a thread");
 constexpr float MOST_SHIFT = 16777216.0f;  // 2^24 powers of two: up to there m, multiplied by the scale, is rounded by 1/2 at most
 // Columns of O: the fewest that there is a product for.
@@ -45,9 +50,14 @@ constexpr float GROWTH = 8.0f;                       // of a maximum, in powers 
 constexpr int FAR = 1 << 30;                         // farther than any key
 constexpr int FIRST_TURN = 1, FIRST_OWN = 8;         // barriers: of the turns, of a warpgroup
 constexpr unsigned NONE = ~0u;
+constexpr int FOR_ANOTHER = -1;                      // the block of threads that has the last keys of the piece
+constexpr int SUMS = WIDTH / 8;                      // vectors of O of a thread; one more has its l and m
 constexpr float LN2 = 0.6931471805599453f;
 // tanh(x) = x + TANH_3 x^3 + ... + TANH_9 x^9 up to TANH_NEAR, to 2e-7 of it
 constexpr float TANH_NEAR = 0.6f, TANH_3 = -0.333326221f, TANH_5 = 0.133135423f, TANH_7 = -0.0522322804f, TANH_9 = 0.0156423785f;
+
+// Blocks of keys of a piece, as they are gone through: 0 is that of the last keys.
+struct Share { int from, to; };
 
 // Which blocks of keys some rows see.
 struct alignas(16) Steps {
@@ -62,6 +72,7 @@ struct alignas(16) Piece {
     int k_head, k_row;     // where key 0 lies
     int rows, stored;      // rows of the block that are the sequence's, and that are written
     int blocks;            // of keys
+    int others;            // blocks of threads that have further blocks of keys of it, or FOR_ANOTHER
     Steps steps[EVERY_OWN ? CONSUMERS : 1];  // of ROWS each, or of all
     int start;             // first key of the first block
     int keys;              // end of the sequence
@@ -70,11 +81,20 @@ struct alignas(16) Piece {
     long long position;    // of row 0 on the key axis
 };
 
+// All blocks of keys of the pieces that are shared, as the blocks of threads take them.
+struct Line {
+    unsigned whole;       // pieces before it, which are not shared
+    unsigned each, more;  // blocks of keys of a share; of the first `more` shares, one more
+    unsigned at, end;     // this block of threads: what is left of its share
+};
+
 struct Rest {
     Barrier full_Q[Q_BUFFERS], empty_Q[Q_BUFFERS], full_K[STAGES], empty_K[STAGES], full_V[STAGES], empty_V[STAGES];
     Barrier settled;  // no warp has anything to add to the list of pieces to be done again
+    Barrier parts;    // what others have of the last piece is there
     Piece piece[Q_BUFFERS];
     unsigned first_again, last_again;  // its first entry, and the piece that was added last
+    Line line;
     float pin[CONSUMERS * WARPGROUP];
 };
 static_assert(AT_REST + sizeof(Rest) <= TILE_BYTES, "what the plan says");
@@ -103,12 +123,26 @@ __device__ __forceinline__ Steps steps_of(int lower, int upper, int keys, int fr
     return {first - begin, begin - end + 1, exact, plain > 0 ? plain : 0};
 }
 
+// The block of threads, as shares are counted: who waits for another one has begun later.
+__device__ __forceinline__ unsigned place_in_line() { return BALANCED ? gridDim.x - 1 - blockIdx.x : blockIdx.x; }
+
+__device__ __forceinline__ unsigned key_blocks(const Call& call) { return (unsigned)(call.Tk + BC - 1) / BC; }
+
+// Of the pieces, two for each block of threads at most are shared.
+__device__ __forceinline__ Line line_of(const Call& call)
+{
+    const unsigned pieces = pieces_of(call), times = pieces / gridDim.x, whole = times < 2 ? 0 : (times - 1) * gridDim.x;
+    const unsigned all = (pieces - whole) * key_blocks(call), each = all / gridDim.x, more = all % gridDim.x, who = place_in_line();
+    const unsigned begin = who * each + (who < more ? who : more);
+    return {whole, each, more, begin, begin + each + (who < more)};
+}
+
 // What the next lines need is read again: few registers are left to the warpgroup that copies.
 __device__ __forceinline__ void forget() { asm volatile("" ::: "memory"); }
 
 // Longest first: under a causal mask the last rows have the most keys; of as many heads as leave their K and V in L2. Where all are alike, the
 // blocks of one head after the other. Returned: has the piece rows that are to be written?
-__device__ __forceinline__ bool describe(volatile Piece& piece, const Call& call, unsigned number)
+__device__ __forceinline__ bool describe(volatile Piece& piece, const Call& call, unsigned number, const Share& share)
 {
     const unsigned blocks = (unsigned)call.blocks, heads = (unsigned)call.Hq;
     unsigned block, bh;
@@ -169,9 +203,16 @@ __device__ __forceinline__ bool describe(volatile Piece& piece, const Call& call
     if constexpr (BAND)
         low = within(lower, high), high = within(upper + rows - 1, high);
     const int last = (high - 1) / BC, blocks_of_keys = low < high ? last - low / BC + 1 : 0;
-    piece.start = last * BC;
-    piece.blocks = blocks_of_keys;
-    if constexpr (BAND || EVERY_OWN) {
+    piece.start = (last - (BALANCED ? share.from : 0)) * BC;
+    piece.blocks = BALANCED ? share.to - share.from : blocks_of_keys;
+    if constexpr (BALANCED && EVERY_OWN) {
+#pragma unroll
+        for (int x = 0; x < CONSUMERS; x++) {
+            const int count = x * ROWS < rows ? share.to - share.from : 0;
+            volatile Steps& place = piece.steps[x];
+            place.before = share.to - share.from - count, place.count = count, place.exact = count > 0, place.plain = count - 1;
+        }
+    } else if constexpr (BAND || EVERY_OWN) {
 #pragma unroll
         for (int x = 0; x < (EVERY_OWN ? CONSUMERS : 1); x++) {
             const int from = x * ROWS, to = EVERY_OWN && from + ROWS < rows ? from + ROWS : rows;
@@ -183,20 +224,32 @@ __device__ __forceinline__ bool describe(volatile Piece& piece, const Call& call
     return true;
 }
 
+// How many of the blocks of threads that come next in the line have so many blocks of keys.
+__device__ __forceinline__ int others_of(const Line& line, unsigned blocks)
+{
+    int others = 0;
+    for (unsigned who = place_in_line() + 1; blocks > 0; who++, others++) {
+        const unsigned share = line.each + (who < line.more);
+        blocks -= share < blocks ? share : blocks;
+    }
+    return others;
+}
+
 __device__ __forceinline__ unsigned draw(unsigned* counter) { return atomicAdd(counter, 1u); }
 
 // One thread: begins all copies of all pieces.
 __device__ __forceinline__ void produce(const MappedCall& argument, unsigned char* on_chip, Rest& rest)
 {
     const Call& call = argument.call;
-    const unsigned count = pieces_of(call);
+    Line& line = rest.line;
+    const unsigned count = BALANCED ? line.whole : pieces_of(call);
     unsigned given = 0, n = 0;  // pieces, and blocks of keys, so far
     bool again = false;         // those of the list
-    for (unsigned number = blockIdx.x, next;; number = next) {
+    for (unsigned number = place_in_line(), next;; number = next) {
         const unsigned slot = given % Q_BUFFERS;
         await(&rest.empty_Q[slot], (given / Q_BUFFERS & 1) ^ 1);
         Piece& piece = rest.piece[slot];
-        if (again ? number == NONE : number >= count) {
+        if (again ? number == NONE : number >= count && (!BALANCED || line.at == line.end)) {
             piece.number = NONE;
             arrive(&rest.full_Q[slot]);
             given++;
@@ -207,11 +260,23 @@ __device__ __forceinline__ void produce(const MappedCall& argument, unsigned cha
             next = rest.first_again;
             continue;
         }
-        if (again)
+        Share share = {};
+        if constexpr (BALANCED)
+            share.to = key_blocks(call), piece.others = 0;
+        if (again) {
             next = call.again[number], number /= WARPS;
-        else
+        } else if (BALANCED && number >= count) {
+            next = number;
+            const unsigned of_piece = share.to, at = line.at, left = line.end - at;
+            number = count + at / of_piece;
+            share.from = at % of_piece;
+            share.to = share.from + left < of_piece ? share.from + left : of_piece;
+            line.at = at + share.to - share.from;
+            piece.others = share.from > 0 ? FOR_ANOTHER : others_of(line, of_piece - share.to);
+        } else {
             next = gridDim.x + (DYNAMIC ? draw(call.counters) : number);  // asked for long before it is needed
-        if (!describe(piece, call, number))
+        }
+        if (!describe(piece, call, number, share))
             continue;
         given++;
         const int blocks = piece.blocks, batch = piece.batch, k_head = piece.k_head;
@@ -246,6 +311,14 @@ __device__ __forceinline__ void produce(const MappedCall& argument, unsigned cha
             }
         }
         n += blocks;
+        if (BALANCED && piece.others > 0) {
+#pragma unroll 1
+            for (unsigned* word = call.counters + place_in_line() + piece.others; word != call.counters + place_in_line(); word--) {
+                await_turn(word, WARPS);
+                *word = 0;
+            }
+            arrive(&rest.parts);
+        }
     }
     if constexpr (DYNAMIC)
         if (count_and_see(call.counters + 1, gridDim.x - 1) == gridDim.x - 1)  // the last block of threads leaves both as zeros
@@ -566,6 +639,56 @@ struct Consumer {
         meet(FIRST_OWN + group, WARPGROUP);  // the other warps know that, too
     }
 
+    // Where of a part of a piece O, l and m lie in device memory, by the block of threads that has it: vectors of each thread. Which rows a warpgroup
+    // has may differ from one block of threads to another.
+    __device__ __forceinline__ float4* sums_of(unsigned who) const
+    {
+        return (float4*)call.sums + (who * (SUMS + 1) * CONSUMERS + part) * WARPGROUP + once_more(threadIdx.x) % WARPGROUP;
+    }
+
+    __device__ __forceinline__ void hand_over(unsigned who)
+    {
+        float4* const place = sums_of(who);
+#pragma unroll
+        for (int s = 0; s < SUMS; s++)
+            place[s * CONSUMERS * WARPGROUP] = float4{O[4 * s], O[4 * s + 1], O[4 * s + 2], O[4 * s + 3]};
+        place[SUMS * CONSUMERS * WARPGROUP] = float4{l[0], l[1], m[0], m[1]};
+        __syncwarp();
+        if (lane == 0)
+            count_and_see(call.counters + who, WARPS);
+    }
+
+    // O, m and l of more keys.
+    __device__ __forceinline__ void merge(unsigned who)
+    {
+        await(&rest.parts, 0);
+        const float4* const place = sums_of(who);
+        const float4 last = __ldcg(place + SUMS * CONSUMERS * WARPGROUP);
+        const float more[2] = {last.x, last.y}, highest[2] = {last.z, last.w};
+        float shift[4], kept[2], added[2];
+#pragma unroll
+        for (int r = 0; r < 2; r++)
+            shift[r] = m[r] * unit[0], shift[2 + r] = highest[r] * unit[0];
+        pin(shift);  // rounded, as in the steps
+#pragma unroll
+        for (int r = 0; r < 2; r++) {
+            m[r] = fmaxf(m[r], highest[r]);
+            const float most = fmaxf(shift[r], shift[2 + r]), now = most == -INFINITE ? 0.0f : most;
+            kept[r] = exp2_approximately(shift[r] - now), added[r] = exp2_approximately(shift[2 + r] - now);
+            l[r] = fmaf(l[r], kept[r], more[r] * added[r]);
+        }
+#pragma unroll
+        for (int s = 0; s < SUMS; s++) {
+            if (s % 8 == 0 && s > 0)
+                await(&rest.parts, 0);  // which it need not, but the assembler moves no further reads up to here: they take registers
+            const float4 x = __ldcg(place + s * CONSUMERS * WARPGROUP);
+            const float sums[4] = {x.x, x.y, x.z, x.w};
+#pragma unroll
+            for (int y = 0; y < 4; y++)
+                O[4 * s + y] = fmaf(O[4 * s + y], kept[y / 2], sums[y] * added[y / 2]);
+        }
+    }
+
     // The rows of the first V that are not the sequence's: 0 times what lies there may be NaN.
     __device__ __forceinline__ void clear_values(const Piece& piece, int j0)
     {
@@ -589,12 +712,22 @@ struct Consumer {
         // What is needed of the piece: its place may be another's when Q is released
         const unsigned number = piece.number;
         const int batch = piece.batch, h = piece.head, row = piece.row, rows = piece.rows, stored = piece.stored;
+        const int others = BALANCED && !AGAIN ? __shfl_sync(WARP, piece.others, 0) : 0;
         arrive_as_warp(&rest.empty_Q[slot], lane);
         await_products<0>();
         if (own && leads())
             arrive(&rest.empty_V[(n - 1) % STAGES]);
         if constexpr (EVERY_OWN)
             pass_over(behind);
+        if constexpr (BALANCED && !AGAIN) {
+            if (others == FOR_ANOTHER) {
+                hand_over(once_more(place_in_line()));
+                return;
+            }
+#pragma unroll 1
+            for (int x = 1; x <= others; x++)
+                merge(once_more(place_in_line() + x));
+        }
 
         const int g = lane / 4, t = lane % 4, first = first_row();
         float total[2], factor[2], lse[2];
@@ -730,9 +863,12 @@ extern "C" __global__ void __launch_bounds__(ALL_THREADS, 1) fa2_forward(const _
             init_barrier(&rest.empty_K[x], CONSUMERS), init_barrier(&rest.empty_V[x], CONSUMERS);
         }
         init_barrier(&rest.settled, WARPS);
+        init_barrier(&rest.parts, 1);
         rest.first_again = rest.last_again = NONE;
         fence_barriers();
     }
+    if (BALANCED && threadIdx.x == WARP_SIZE)
+        rest.line = line_of(argument.call);
     __syncthreads();  // the barriers are there
     if (threadIdx.x < WARPGROUP) {
         give_registers<PRODUCER_REGISTERS>();
