@@ -516,12 +516,19 @@ def test_broken_kernels_are_seen(monkeypatch, name):
 
 
 def test_the_exact_maximum_can_be_asked_for(one, monkeypatch):
-    """And then scores that rise without end do no harm even where nothing is done again."""
+    """And then scores that rise do no harm even where nothing is done again, by less than float32's range in a step."""
     monkeypatch.setenv("RAWFLASH_EXACT_MAXIMUM", "1")
     text = "constexpr int STATIC_MAXIMUM = 0;"
-    one.changes += [(text, text), ("&& !__all_sync(WARP, !again)", "&& false")]
-    one.check(scores("rising 50"))
+    one.changes += [(text, text)]
     one.check(scores("all 1000", d=128))
+    one.check(scores("rising 50"))
+    one.changes += [("&& !__all_sync(WARP, !again)", "&& false")]
+    one.check(scores("rising 8", dtype="float16"))
+    one.check(scores("all 40", d=128, dtype="float16"))
+    one.check(scores("all 300"))
+    one.changes += [("catch_up(sums, alpha);", ";")]
+    with pytest.raises(AssertionError):
+        one.check(scores("all 40", d=128, dtype="float16"))
 
 
 def test_waits_can_be_bounded(one, monkeypatch):

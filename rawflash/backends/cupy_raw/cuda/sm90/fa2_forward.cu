@@ -46,7 +46,7 @@ constexpr float MOST_SHIFT = 16777216.0f;  // 2^24 powers of two: up to there m,
 constexpr int WIDTH = DV <= 16 ? 16 : DV <= 32 ? 32 : DV <= 64 ? 64 : DV <= 80 ? 80 : DV <= 96 ? 96 : DV <= 128 ? 128 : DV <= 160 ? 160 :
                       DV <= 192 ? 192 : 256;
 constexpr float MOST_SUM = 18446744073709551616.0f;  // 2^64
-constexpr float GROWTH = 8.0f;                       // of a maximum, in powers of two, that is let pass: P is up to 2^8 then
+constexpr float GROWTH = 8.0f, MOST_LAG = 256.0f;    // of a maximum, in powers of two, that is let pass: P is up to 2^8 then
 constexpr int FAR = 1 << 30;                         // farther than any key
 constexpr int FIRST_TURN = 1, FIRST_OWN = 8;         // barriers: of the turns, of a warpgroup
 constexpr unsigned NONE = ~0u;
@@ -345,8 +345,10 @@ __device__ __forceinline__ float branchless_tanh(float y)
     return copysignf(size < TANH_NEAR ? near : far, y);
 }
 
-// How the exponentials of a step are taken. CAREFULLY: nothing overflows that is not infinite, at one operation more for each score.
-enum Way { FIXED, MOVING, CAREFULLY };
+// How the exponentials of a step are taken. m is FIXED; or LAGGING: it moves when the sum of a thread's P says that one of these is large, by powers of
+// two, which takes no maximum of the scores; or MOVING with their maximum; or CAREFULLY: nothing overflows that is not infinite, at one operation more
+// for each score.
+enum Way { FIXED, LAGGING, MOVING, CAREFULLY };
 
 // What a warpgroup has of a piece. Lane (g, t) = (lane / 4, lane % 4) of a warp has rows g and g + 8 of its 16, of these columns 2 t and 2 t + 1 of
 // every eight; see hopper.cuh.
@@ -470,8 +472,8 @@ struct Consumer {
     {
         const float c = unit[0];
         bool moves = false;
-        float highest[2];
-        if constexpr (WAY != FIXED) {
+        float highest[2], sums[2];
+        if constexpr (WAY == MOVING || WAY == CAREFULLY) {
             bool grows = false;
 #pragma unroll
             for (int r = 0; r < 2; r++) {
@@ -492,7 +494,7 @@ struct Consumer {
 #pragma unroll
         for (int r = 0; r < 2; r++) {
             float shift = m[r];
-            if constexpr (WAY != FIXED) {
+            if constexpr (WAY == MOVING || WAY == CAREFULLY) {
                 const float now = FIRST || moves ? highest[r] : m[r];
                 shift = now == -INFINITE ? 0.0f : now;  // a row that has seen no key: exp(-inf - 0) is 0
                 if constexpr (!FIRST) {
@@ -504,13 +506,47 @@ struct Consumer {
                 shift = 0.0f;
             }
             const float shifted = shift * c;
+            float sum = WAY == LAGGING ? 0.0f : l[r];
 #pragma unroll
             for (int x = 2 * r; x < BC / 2; x += x % 2 ? 3 : 1) {
                 S[x] = exp2_approximately(WAY == CAREFULLY ? (S[x] - shift) * c : fmaf(S[x], c, -shifted));
-                l[r] += S[x];
+                sum += S[x];
             }
+            if constexpr (WAY == LAGGING)
+                sums[r] = sum;
+            else
+                l[r] = sum;
+        }
+        if constexpr (WAY == LAGGING) {
+            moves = !__all_sync(WARP, sums[0] <= MOST_LAG && sums[1] <= MOST_LAG);
+            if (moves)
+                catch_up(sums, alpha);
+#pragma unroll
+            for (int r = 0; r < 2; r++)
+                l[r] += sums[r];
         }
         return moves;
+    }
+
+    // The maximum moves behind the exponentials of a step: m, l, P and its sums are those with the new one.
+    __device__ __forceinline__ void catch_up(float (&sums)[2], float (&alpha)[2])
+    {
+        const float c = unit[0];
+#pragma unroll
+        for (int r = 0; r < 2; r++) {
+            float most = sums[r];  // at least its largest P
+            most = fmaxf(most, __shfl_xor_sync(WARP, most, 1));
+            most = fmaxf(most, __shfl_xor_sync(WARP, most, 2));
+            const float now = most > MOST_LAG ? m[r] + log2_approximately(most) / c : m[r];
+            // Where P is so large that alpha may come out as 0, l becomes an infinity or NaN: such rows are done again
+            alpha[r] = now == m[r] ? 1.0f : most < MOST_SUM ? exp2_approximately(m[r] * c - now * c) : INFINITE;
+            m[r] = now;
+            l[r] *= alpha[r];
+            sums[r] *= alpha[r];
+#pragma unroll
+            for (int x = 2 * r; x < BC / 2; x += x % 2 ? 3 : 1)
+                S[x] *= alpha[r];
+        }
     }
 
     __device__ __forceinline__ void narrow_P()
@@ -573,7 +609,7 @@ struct Consumer {
     // All steps of a piece: O, m and l of the thread's rows, l the thread's own part.
     template <bool AGAIN> __device__ __forceinline__ void attend(const Piece& piece, unsigned slot)
     {
-        constexpr int EXACT = AGAIN ? CAREFULLY : MOVING, PLAINLY = STATIC_MAXIMUM ? FIXED : MOVING;
+        constexpr int EXACT = AGAIN ? CAREFULLY : MOVING, PLAINLY = STATIC_MAXIMUM ? FIXED : LAGGING;
 #pragma unroll
         for (int r = 0; r < 2; r++)
             m[r] = -INFINITE, l[r] = 0;
