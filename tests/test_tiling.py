@@ -597,6 +597,7 @@ def test_the_last_pieces_are_shared_where_that_gains():
         pieces = -(-more.get("Tq", 4096) // tiles.br) * more.get("B", 2) * more.get("Hq", 8)
         assert tiles.grid == (132 if shared else min(132, pieces))
     long = dict(B=8, Hq=16, Tq=2048, Tk=4096, d=128, dv=128)
+    assert on_warpgroups(**long).parts_bytes > 0
     for option in ("causal", "ragged", "varlen", "alibi"):  # not alike, or of many registers
         assert on_warpgroups(**long, **{option: True}).parts_bytes == 0
     assert on_warpgroups(**long, softcap=3.0).parts_bytes == 0
