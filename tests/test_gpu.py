@@ -174,6 +174,48 @@ def test_a_thousand_calls_give_the_same_bits(d, causal, dtype):
         assert all(bool((a == b).all()) for a, b in zip(first, again, strict=False)), n
 
 
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("d, heads, rows, keys", [
+    (64, 5, 600, 2100), (64, 48, 1300, 520), (128, 5, 600, 2100), (128, 40, 1000, 600), (256, 3, 500, 1500),
+])  # fmt: skip
+def test_pieces_that_blocks_of_threads_share(d, heads, rows, keys, dtype, monkeypatch):
+    """Fewer pieces than multiprocessors, and a few times as many: on sm_90 parts of them are merged. The same bits in
+    each call and each replay of a graph: of memory that is used again, and of words that are to be zeros again."""
+    import cupy
+
+    monkeypatch.setattr(problem, "_MEMO", {})
+    for name, value in (("WGMMA_FEWEST", 0.0), ("WGMMA_BALANCED_LEAST", 1), ("WGMMA_BALANCED_COST", -1.0)):
+        monkeypatch.setattr(tiling, name, value)
+    case = make(B=1, Hq=heads, Tq=rows, Tk=keys, d=d, dtype=dtype, sinks=normal(heads))
+    gpu = on_gpu(case)
+    poison_pool()
+    tiles = rf.explain(gpu.q, gpu.k, gpu.v, **gpu.options).tiles
+    assert (tiles.parts_bytes > 0) == (tiles.chip == "sm_90")
+    reference = case.reference()
+    out, lse = gpu.forward()
+    assert_close("out", to_host(out), reference)
+    assert_close("lse", to_host(lse), reference)
+
+    def same(results):
+        return all(bool((a.view(f"u{a.itemsize}") == b.view(f"u{b.itemsize}")).all())
+                   for a, b in zip((out, lse), results, strict=True))  # fmt: skip
+
+    for n in range(300):
+        assert same(gpu.forward()), n
+    stream = cupy.cuda.Stream(non_blocking=True)
+    with stream:
+        gpu.forward()
+        stream.begin_capture()
+        results = gpu.forward()
+        graph = stream.end_capture()
+        for n in range(100):
+            for result in results:
+                result.fill(np.nan)
+            graph.launch()
+            stream.synchronize()
+            assert same(results), n
+
+
 @pytest.mark.parametrize("d, dv", [(256, 256), (192, 128), (8, 256), (250, 1), (96, 96)])
 @pytest.mark.parametrize("dtype", DTYPES)
 @algorithms

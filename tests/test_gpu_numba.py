@@ -17,7 +17,7 @@ import rawflash as rf
 
 pytestmark = pytest.mark.gpu
 SHARDS = 30  # tests that draw: they are shared out to processes
-PROBLEMS_A_SHARD = 10  # 300 problems
+PROBLEMS_A_SHARD = 5  # 150 problems, half a minute each
 MMA = ("float16", "bfloat16")
 
 

@@ -58,7 +58,7 @@ def assembled(name):
     dtype, d, dv, options, _ = CASES[name]
     packed, device = "cu_seqlens_q" in options, Device("sm_90a")
     lead = () if packed else (B,)
-    rows = T if "long" not in name else 5 * T if "shared" in name else 2 * T
+    rows = T if "long" not in name else 9 * T if "shared" in name else 2 * T
     q, k, v = (Array((*lead, h, rows, n), DTYPES[dtype]) for h, n in ((HQ, d), (HKV, d), (HKV, dv)))
     with device.current():
         (rf.attention_varlen if packed else rf.attention)(q, k, v, **options)

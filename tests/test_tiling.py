@@ -581,8 +581,9 @@ def test_problems_of_warpgroups(options):
 def test_the_last_pieces_are_shared_where_that_gains():
     """Of 132 multiprocessors: as many pieces as rows / 128 or rows / 256 for each of 16 heads."""
     for more, shared in (
-        (dict(), False), (dict(B=16, Hq=16, d=64, dv=64, Tq=2048, Tk=2048), True), (dict(B=8, Hq=16, Tq=2048, Tk=2304), True),
-        (dict(B=8, Hq=16, Tq=2048, Tk=2048), False), (dict(B=16, d=64, dv=64, Tq=2048, Tk=960), False),  # fewer blocks
+        (dict(), False), (dict(B=32, d=64, dv=64, Tq=2048, Tk=2048), True), (dict(B=8, Hq=16, Tq=2048, Tk=2176), True),
+        (dict(B=8, Hq=16, Tq=2048, Tk=2048), False),  # pieces of fewer blocks of keys: 64 / 132 of 16 are less than 8
+        (dict(B=1, Hq=4, Tq=2112, Tk=1920), False),  # 64 / 132 of 15, which are too few anyhow
         (dict(B=1, Hq=4, Tq=2112, Tk=8192), True), (dict(B=1, Hq=4, Tq=4224, Tk=8192), False),  # 68 pieces, 132
         (dict(Tk=1 << 23), True), (dict(Tk=1 << 29), False),  # more blocks of keys than 32 bits count
         (dict(B=1, Hq=64, d=256, dv=256), True),
@@ -592,8 +593,9 @@ def test_the_last_pieces_are_shared_where_that_gains():
         assert dict(tiles.constants)["BALANCED"] == shared
         assert tiles.parts_bytes == (132 * tiles.br * (to_dv + 8) * 4 if shared else 0)
         assert ("shared by 132" in str(tiles)) == shared
-        assert tiles.grid == 132
-    long = dict(B=8, Hq=16, Tq=2048, Tk=2304, d=128, dv=128)
+        pieces = -(-more.get("Tq", 4096) // tiles.br) * more.get("B", 2) * more.get("Hq", 8)
+        assert tiles.grid == (132 if shared else min(132, pieces))
+    long = dict(B=8, Hq=16, Tq=2048, Tk=4096, d=128, dv=128)
     assert on_warpgroups(**long).parts_bytes > 0
     for option in ("causal", "ragged", "varlen", "alibi"):  # not alike, or of many registers
         assert on_warpgroups(**long, **{option: True}).parts_bytes == 0
