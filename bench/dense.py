@@ -73,15 +73,21 @@ def _named(dtype: Any) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def reference(x: Call) -> dict[str, tuple[Any, Any]]:
-    """For each result, what it is in float64 and the largest error allowed, element by element."""
+def reference(x: Call, given: tuple[Any, Any] | None = None) -> dict[str, tuple[Any, Any]]:
+    """For each result, what it is in float64 and the largest error allowed, element by element.
+
+    ``given`` are out and lse that the backward call starts from, ``(B, H, T, ...)``: then gradients of ``E`` do, too.
+    One evaluation more than :mod:`rawflash.accuracy` has takes its products from tensor cores, where there are some:
+    these add in float32 but round towards zero, as 16-bit kernels cannot help.
+    """
     import torch
 
     exact, size, largest = _exact(x)
     dtypes, name = x.dtypes(), _named(x.q.dtype)
     E: dict[str, Any] = {}
-    for order, multiple in enumerate(MULTIPLES):
-        for result, made in _baseline(x, order, multiple).items():
+    orders = (*MULTIPLES, 1.0) if x.q.is_cuda and x.q.shape[2] and x.k.shape[2] else MULTIPLES
+    for order, multiple in enumerate(orders):
+        for result, made in _baseline(x, order, multiple, given).items():
             error = (made.to(dtypes[result]).double() - exact[result]).abs()
             error = torch.where(error.isfinite(), error, 0.0).amax() if error.numel() else error.new_zeros(())
             E[result] = torch.maximum(E[result], error) if order else error
@@ -190,12 +196,14 @@ def _exact(x: Call) -> tuple[dict[str, Any], dict[str, Any], Any]:
     return exact, size, largest
 
 
-def _baseline(x: Call, order: int, multiple: float) -> dict[str, Any]:
-    """The formula as a kernel rounds it: float32, with O and ``multiple`` times P and dS in the call's dtype."""
+def _baseline(x: Call, order: int, multiple: float, given: tuple[Any, Any] | None) -> dict[str, Any]:
+    """The formula as a kernel rounds it: float32, with O and ``multiple`` times P and dS in the call's dtype.
+
+    ``order`` is into how many sums those over the head dimensions are parted; :data:`ORDERS`: by tensor cores.
+    """
     import torch
 
     q, k, v, dout, dlse, sinks, alibi, scale = _wide(x, torch.float32)
-    assert order < ORDERS
 
     def rounded(a: Any) -> Any:
         return a.to(x.q.dtype).float()
@@ -204,6 +212,9 @@ def _baseline(x: Call, order: int, multiple: float) -> dict[str, Any]:
         return rounded(a * multiple) / multiple
 
     def product(a: Any, b: Any) -> Any:
+        if order == ORDERS:
+            narrow = (c.to(x.q.dtype).flatten(0, 1) for c in (a, b.mT))
+            return torch.bmm(*narrow, out_dtype=torch.float32).unflatten(0, a.shape[:2])
         n = order + 1
         return sum(a[..., first::n] @ b[..., first::n].mT for first in range(n))
 
@@ -214,6 +225,8 @@ def _baseline(x: Call, order: int, multiple: float) -> dict[str, Any]:
     found = {"out": O, "lse": lse}
     if dout is None:
         return found
+    if given is not None:
+        O, lse = given[0].float(), given[1]
     finite = torch.where(lse.isfinite(), lse, 0.0)
     P = torch.where(x.visible, torch.exp(S - finite[..., None]), 0.0)
     gamma = (dout * rounded(O)).sum(-1)

@@ -349,6 +349,12 @@ def call(made: Made, backward: bool) -> dict[str, Any]:
     return found
 
 
+def expected_of(made: Made, results: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """What results are to be, and their errors allowed: gradients start from this very out and lse."""
+    given = (made.axes(results["out"]), made.axes(results["lse"]))
+    return dense.reference(made.clean, None if made.clean.dout is None else given)
+
+
 def ratios(made: Made, results: dict[str, Any], expected: dict[str, tuple[Any, Any]]) -> dict[str, Any]:
     """Ratio of error to allowed error of each result, on the device."""
     dtypes, found = made.clean.dtypes(), {}

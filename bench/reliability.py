@@ -41,7 +41,7 @@ from unittest import mock
 import numpy as np
 
 from bench import dense, record
-from bench.draws import Drawn, Kind, Made, Where, call, draw, kinds, make, ratios, served, traits
+from bench.draws import Drawn, Kind, Made, Where, call, draw, expected_of, kinds, make, ratios, served, traits
 
 SCHEMA = "rawflash-reliability-1"
 PARTS = ("forward", "backward", "repeats", "graphs", "accuracy", "gradients", "redo")
@@ -120,7 +120,7 @@ def soak(where: Where, kind: Kind, shapes: int, seed: int, oracle: bool = False,
             families[served(made, kind.part)] += 1
             spoil(made, backward)
             results = call(made, backward)
-            expected = dense.reference(made.clean)
+            expected = expected_of(made, results)
             found = ratios(made, results, expected)
             *values, empty, nothing = _together([*found.values(), made.empty_rows, made.nothing])
             if oracle and not compared and x.B * x.Hkv * x.group * x.Tq * x.Tk <= ORACLE_MOST:
@@ -229,8 +229,8 @@ def repeats(where: Where, name: str, direction: str, times: int) -> Row:
     options = made.options
     if direction == "deterministic":
         options["deterministic"] = True
-    expected = dense.reference(made.clean)
     results = call(made, direction != "forward")
+    expected = expected_of(made, results)
     worst = dict(zip(expected, _together(list(ratios(made, results, expected).values())), strict=True))
     q, k, v, dout = (made.arrays[name] for name in ("q", "k", "v", "dout"))
     kernel = served(made, "forward" if direction == "forward" else "backward")
@@ -305,7 +305,7 @@ def graphs(where: Where, name: str, replays: int = REPLAYS) -> Row:
         torch.cuda.synchronize()
         graph.replay()
         torch.cuda.synchronize()
-        found = ratios(fresh, results, dense.reference(fresh.clean))
+        found = ratios(fresh, results, expected_of(fresh, results))
         for key, value in zip(found, _together(list(found.values())), strict=True):
             worst[key] = max(worst.get(key, 0.0), value)
     failures = [{"what": f"{key}: {value:.4g} times the error allowed"} for key, value in worst.items()
@@ -460,9 +460,9 @@ def gradients(where: Where, dtype: str, d: int, T: int, causal: bool,
         clean = dense.Call(q, k, v, visible[None, None], rows, dout=dout)
         arrays = {"q": q, "k": k, "v": v, "dout": dout}
         made = Made(arrays, {"causal": causal} | where.options(), None, clean, None, None)
-        expected = dense.reference(clean)
         kernels[served(made, "backward")] += 1
         results = call(made, True)
+        expected = expected_of(made, results)
         theirs: dict[str, Any] = {}
         why = ""
         if where.device != "cpu":
