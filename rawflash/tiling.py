@@ -1108,6 +1108,7 @@ def _wgmma_forward(problem: Problem, chip: Chip) -> Tiles | None:
                 Tile("V", shape.stages * bc, to_dv, 2),
                 *([Tile("O", br, to_dv, 2)] if own else []),
                 Tile("barriers", 1, WGMMA_REST, 1),
+                *([Tile("Q", br, to_d, 2, REGISTERS)] if shape.q_stays else []),
                 Tile("S", br, bc, 4, REGISTERS),
                 Tile("P", br, bc, 2, REGISTERS),
                 Tile("O", br, problem.dv, 4, REGISTERS),
