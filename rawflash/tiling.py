@@ -43,8 +43,8 @@ PIECE = 8  # columns of one
 PIECES_ROWS = 128  # of a forward block: 16 for each of eight warps, so that a row is one warp's
 PIECES_MOST = 64  # keys of a forward block, rows and keys of a backward one: what accumulators leave of the registers
 PIECES_LEAST = 32  # rows and keys of a backward block: fewer would leave warps without a piece
-# Of forward blocks in which P stays: K and V that are on chip at once, and Bc; the first that fits
-DOUBLE_FORWARD = ((2, 64), (2, 32), (1, 32), (1, 24), (1, 16))
+DOUBLE_FORWARD = (64, 32, 24, 16)  # keys of forward blocks in which P stays: the first that fits
+DOUBLE_WIDEST = 96  # columns of V beside the first of these: with more, registers are spilled
 PIECES_BANKS = 32  # bytes by which neighbouring rows of a tile are apart, beyond a multiple of 32 numbers
 MMA = "mma"  # family of the fa2 kernels whose products of 16-bit numbers are tensor-core ones (numba_cuda/mma)
 MMA_DEPTH = 16  # numbers that such a product sums
@@ -874,17 +874,16 @@ def _worked(problem: Problem) -> bool:
 def _staying(problem: Problem, chip: Chip, limit: int) -> Iterator[Tiles]:
     """Forward blocks of float64 in which P stays in registers."""
     item = np.dtype(problem.compute_dtype).itemsize
-    for stages, bc in DOUBLE_FORWARD:
+    for bc in DOUBLE_FORWARD[problem.dv > DOUBLE_WIDEST :]:
         to_d, to_dv, _ = pitches(problem, DOUBLE, bc)
         resident = (
             Tile("Q", PIECES_ROWS, to_d, item),
-            Tile("K", stages * bc, to_d, item),
-            Tile("V", stages * bc, to_dv, item),
+            Tile("K", bc, to_d, item),
+            Tile("V", bc, to_dv, item),
             Tile("S", PIECES_ROWS, bc, item, REGISTERS),
             Tile("O", PIECES_ROWS, problem.dv, item, REGISTERS),
         )
-        constants = ("P_STAYS", 1), ("KEY_STAGES", stages)
-        yield Tiles(PIECES_ROWS, bc, resident, chip.name, limit, IJ, family=DOUBLE, constants=constants)
+        yield Tiles(PIECES_ROWS, bc, resident, chip.name, limit, IJ, family=DOUBLE, constants=(("P_STAYS", 1),))
 
 
 def _mma(problem: Problem, chip: Chip, direction: str, order: str) -> Tiles:

@@ -612,7 +612,7 @@ def test_the_last_pieces_are_shared_where_that_gains():
 def test_other_problems_go_where_they_went(options):
     plan = on_warpgroups(**options)
     assert plan.family != "wgmma" and plan.grid == 0 and plan.constants == (
-        (("P_STAYS", 1), ("KEY_STAGES", 2)) if plan.family == "double" else ()
+        (("P_STAYS", 1),) if plan.family == "double" else ()
     )
     elsewhere = plan_tiles(problem(**(WGMMA | options)), replace(H200, name="sm_91"), "forward")
     assert plan == replace(elsewhere, chip="sm_90")
@@ -633,6 +633,21 @@ def test_other_chips_have_no_warpgroups():
         for backend in ("cupy_raw", "numba_cuda"):
             family = plan_tiles(problem(**(WGMMA | dict(backend=backend))), kernels_on(backend, row), "forward").family
             assert (family == "wgmma") == ((row.name, backend) == ("sm_90", "cupy_raw"))
+
+
+@pytest.mark.parametrize("arch, d, dv, bc", [
+    ("sm_90", 16, 16, 64), ("sm_90", 64, 64, 64), ("sm_90", 96, 96, 64), ("sm_90", 64, 97, 32), ("sm_90", 128, 128, 32),
+    ("sm_90", 136, 136, 24), ("sm_90", 160, 144, 24), ("sm_80", 64, 64, 64), ("sm_80", 96, 96, 32),
+])  # fmt: skip
+def test_float64_blocks_in_which_P_stays(arch, d, dv, bc):
+    asked = problem(dtype="float64", d=d, dv=dv, causal=True, backend="cupy_raw")
+    on = kernels_on("cupy_raw", chip(arch))
+    plan = plan_tiles(asked, on, "forward")
+    assert (plan.family, plan.br, plan.bc, plan.constants) == ("double", 128, bc, (("P_STAYS", 1),))
+    assert [tile.rows for tile in plan.resident if tile.where == "on-chip"] == [128, bc, bc]
+    for option in (dict(alibi=True), dict(softcap=2.0), dict(algorithm="fa1")):
+        other = plan_tiles(replace(asked, **option), on, "forward")
+        assert "P_STAYS" not in dict(other.constants)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])

@@ -6,8 +6,7 @@
 // On chip:  Q (Br, d), K (Bc, d), V (Bc, dv), S = P (Br, Bc); in registers O (Br, dv), m, l.
 // Read per step: K_j and V_j, each while the other's product runs. Written once: O_i, lse_i.
 //
-// P_STAYS (float64 without options): P is a factor of P V where it lies, and not on chip. KEY_STAGES = 2: K_j and V_j have two tiles each, and are
-// read while the step before is computed.
+// P_STAYS (float64 without options): P is a factor of P V where it lies, and not on chip.
 //
 // Where that would leave multiprocessors idle, the keys of a block of rows are shared out: each part of them has a thread block of its own, which
 // writes its O, m and l as they are, and fa2_forward_merge goes on as the online softmax does from one step to the next.
@@ -95,81 +94,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) fa2_forward(const 
         clear_tiles(tiles.Q);
         load_tile<BR, D, PITCH_D>(tiles.Q, row_of(call.q, s.slot, at.h, s.q_start + i0), call.q.row, s.q_length - i0);
         load_keys<D, PITCH_D>(tiles.K, call, call.k, keys, at, tile.start);
-        if constexpr (P_STAYS && KEY_STAGES == 2)
-            load_keys<DV, PITCH_V>(tiles.V, call, call.v, values, at, tile.start);
         commit_copies();
     }
 #if P_STAYS
+    static_assert(IN_REGISTERS, "P has no tile");
     const real power = IN_POWERS ? at.scale * LOG2E_DOUBLE : real(0);
     // Of 65536 / power, nearly: errors of m below it are about 1/16, as powers of two. A difference of upper words is one of logarithms
     const unsigned far = IN_POWERS ? upper_word(65536.0) + upper_word(1.0) - upper_word(power) : 0;
-    // The keys that the warp's rows see: after j_low
-    int first_seen = 0, last_seen = 0;
-    if constexpr (BAND) {
-        constexpr long long MOST = 0x40000000;
-        const long long first = i0 + ScoreTile::first_row() + s.offset - j_low;
-        first_seen = (int)clamp(first + call.band_lower, -1, MOST);
-        last_seen = (int)clamp(first + 8 * ScoreTile::R - 1 + call.band_upper, -1, MOST);
-    }
-    int stage = 0;
-    while (tile.kind != EMPTY) {
-        const Block next = next_keys(call, at, i0, tile.start + BC, j_high);
-        const real *const K = tiles.K + stage * (BC * PITCH_D), *const V = tiles.V + stage * (BC * PITCH_V);
-        await_copies<0>();
-        __syncthreads();  // Q_i, K_j and, of two stages, V_j are there; no thread reads those of the step before
-        if constexpr (KEY_STAGES == 1) {
-            load_keys<DV, PITCH_V>(tiles.V, call, call.v, values, at, tile.start);
-        } else {
-            stage ^= 1;
-            if (next.kind != EMPTY) {
-                load_keys<D, PITCH_D>(tiles.K + stage * (BC * PITCH_D), call, call.k, keys, at, next.start);
-                load_keys<DV, PITCH_V>(tiles.V + stage * (BC * PITCH_V), call, call.v, values, at, next.start);
-            }
-        }
-        commit_copies();
-
-        // S = Q K^T
-        // m_new = max(m, rowmax(S)); P = exp(S - m_new); l = alpha l + rowsum(P)
-        const int j = (int)(tile.start - j_low);
-        const bool sees = !BAND || __any_sync(WARP, j <= last_seen && j + BC > first_seen);  // the same in all lanes: so the compiler knows it
-        // O = alpha O + P V
-        auto probabilities = [&](real (&S)[R][C]) {
-            fill(S, real(0));
-            product_nt<DEPTH_D>(S, tiles.Q, PITCH_D, K, PITCH_D);
-            finish_scores<!IN_POWERS>(call, at, S, nullptr, i0, tile.start, tile.kind);
-            if constexpr (IN_POWERS)
-                softmax_step_of_products(S, m, l, alpha, power, far);
-            else
-                softmax_step(S, m, l, alpha);
-        };
-        auto add_output = [&](const real (&P)[R][C]) {
-            rescale(O, alpha);
-            product_of_scores<DV>(O, P, V, PITCH_V);
-        };
-        real S[R][C];
-        if constexpr (KEY_STAGES == 2) {
-            if (sees) {
-                probabilities(S);
-                add_output(S);
-            }
-        } else {
-            if (sees)
-                probabilities(S);
-            await_copies<0>();
-            __syncthreads();  // V_j is there, and no thread reads K_j any more
-            if (next.kind != EMPTY)
-                load_keys<D, PITCH_D>(tiles.K, call, call.k, keys, at, next.start);
-            commit_copies();
-            if (sees)
-                add_output(S);
-        }
-        tile = next;
-    }
-    if constexpr (IN_POWERS)
-#pragma unroll
-        for (int r = 0; r < R; r++)
-            m[r] *= at.scale;
-#else
+#endif
     while (tile.kind != EMPTY) {
         const Block next = next_keys(call, at, i0, tile.start + BC, j_high);
         await_copies<0>();
@@ -183,13 +115,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) fa2_forward(const 
         fill(S, real(0));
         tiles.add_scores(S);
         tiles.before_P();
-        finish_scores(call, at, S, tiles.P, i0, tile.start, tile.kind);
+        finish_scores<!IN_POWERS>(call, at, S, tiles.P, i0, tile.start, tile.kind);
 
         // m_new = max(m, rowmax(S)); P = exp(S - m_new); l = alpha l + rowsum(P)
+#if P_STAYS
+        if constexpr (IN_POWERS)
+            softmax_step_of_products(S, m, l, alpha, power, far);
+        else
+            softmax_step(S, m, l, alpha);
+#else
         softmax_step(S, m, l, alpha);
         put_tile(tiles.P, S);
         if constexpr (DROPOUT)
             drop(call, at, tiles.P, i0, tile.start);
+#endif
         await_copies<0>();
         __syncthreads();  // V_j and P are there, and no thread reads K_j any more
         tiles.values_landed();
@@ -199,10 +138,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) fa2_forward(const 
 
         // O = alpha O + P V
         rescale(O, alpha);
+#if P_STAYS
+        product_of_scores<DV>(O, S, tiles.V, PITCH_V);
+#else
         tiles.add_output(O);
+#endif
         tile = next;
     }
-#endif
+    if constexpr (IN_POWERS)
+#pragma unroll
+        for (int r = 0; r < R; r++)
+            m[r] *= at.scale;
 
     // O = O / l, lse = m + log l; padding is 0 and -inf
 #pragma unroll

@@ -16,12 +16,9 @@
 
 // The tiles of the forward passes: the products read K_j and V_j where they land.
 struct ForwardTiles {  // K/V inside
-    real *Q, *K, *V, *P;  // K, V: the first of KEY_STAGES each; P: none if P_STAYS
+    real *Q, *K, *V, *P;  // P: none if P_STAYS
 
-    __device__ __forceinline__ ForwardTiles(real* memory)
-        : Q(memory), K(Q + BR * PITCH_D), V(K + KEY_STAGES * BC * PITCH_D), P(V + KEY_STAGES * BC * PITCH_V)
-    {
-    }
+    __device__ __forceinline__ ForwardTiles(real* memory) : Q(memory), K(Q + BR * PITCH_D), V(K + BC * PITCH_D), P(V + BC * PITCH_V) {}
 
     __device__ __forceinline__ void keys_landed() {}
     __device__ __forceinline__ void values_landed() {}
