@@ -51,7 +51,7 @@ ORACLE_EVERY = 4  # of every fourth set one call is compared with the NumPy orac
 ORACLE_MOST = 2_000_000  # scores
 PROCESSES = 15
 TEXT = 300  # characters of an error
-BY_CUDNN = 1.5  # the largest error may be that of cuDNN's
+BY_CUDNN = 1.5  # times cuDNN's may be our root of mean square; the largest, one number's chance, is told beside it
 Row = dict[str, Any]
 
 
@@ -400,7 +400,7 @@ def accuracy(where: Where, dtype: str, d: int, T: int, causal: bool, families: S
         expected = dense.reference(dense.Call(q[:, :, rows], k, v, visible[None, None], here))
         ours = partial(rf.attention, q, k, v, **options)
         runs: dict[str, Callable[[], Any]] = {"rawflash": ours}
-        if dtype == "bfloat16" and where.device != "cpu":  # in float16 it is followed in any case
+        if where.device != "cpu":
             runs["followed"] = ours
         if not masked and where.device != "cpu":  # cuDNN has no offset
             runs["cudnn"] = partial(cudnn, q, k, v, causal)
@@ -421,11 +421,10 @@ def accuracy(where: Where, dtype: str, d: int, T: int, causal: bool, families: S
         for who in ("rawflash", "followed"):
             if not line.get(who, {}).get("by_bound", 0.0) <= 1:
                 failures.append({"family": name, "what": f"{who}: {line[who]['by_bound']} times the error allowed"})
-        by = _by(line, "largest")
-        if by is not None:
-            line["by_cudnn"] = by
-            if not by <= BY_CUDNN:
-                failures.append({"family": name, "what": f"largest error {by} times that of cuDNN"})
+        for key in ("rms", "largest"):
+            line[f"{key}_by_cudnn"] = _by(line, key)
+        if not (line["rms_by_cudnn"] or 0) <= BY_CUDNN:
+            failures.append({"family": name, "what": f"error {line['rms_by_cudnn']} times that of cuDNN"})
         lines[name] = line
     return {"case": {"dtype": dtype, "d": d, "T": T, "causal": causal, "rows": len(rows)}, "families": lines,
             "served": dict(kernels), "failures": failures}  # fmt: skip
@@ -480,9 +479,9 @@ def gradients(where: Where, dtype: str, d: int, T: int, causal: bool,
                 line[result]["cudnn"] = errors(theirs[result], *expected[result])
                 for key in ("largest", "rms"):
                     line[result][f"{key}_by_cudnn"] = _by(line[result], key)
-                if not (line[result]["largest_by_cudnn"] or 0) <= BY_CUDNN:
-                    by = line[result]["largest_by_cudnn"]
-                    failures.append({"family": name, "what": f"{result}: largest error {by} times that of cuDNN"})
+                by = line[result]["rms_by_cudnn"]
+                if not (by or 0) <= BY_CUDNN:
+                    failures.append({"family": name, "what": f"{result}: error {by} times that of cuDNN"})
             by_bound = line[result]["rawflash"]["by_bound"]
             if not by_bound <= 1:
                 failures.append({"family": name, "what": f"{result}: {by_bound} times the error allowed"})
