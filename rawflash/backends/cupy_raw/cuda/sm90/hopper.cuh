@@ -86,9 +86,26 @@ __device__ __forceinline__ void await(Barrier* barrier, int parity)
 #endif
 }
 
-// Barriers of some warps of a block, `id` from 1 to 15: wait for all of `count` threads, or arrive and go on.
-__device__ __forceinline__ void meet(int id, int count) { asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(count) : "memory"); }
-__device__ __forceinline__ void announce(int id, int count) { asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(count) : "memory"); }
+// Barriers of some warps of a block, `id` from 1 to 15: wait for all of `count` threads, or arrive and go on. A warp comes as a whole. The lanes of
+// one that awaits do so together, but where a tool looks at each access: then they may have come apart.
+__device__ __forceinline__ void come_together()
+{
+#ifdef BOUNDED
+    __syncwarp();
+#endif
+}
+
+__device__ __forceinline__ void meet(int id, int count)
+{
+    come_together();
+    asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(count) : "memory");
+}
+
+__device__ __forceinline__ void announce(int id, int count)
+{
+    come_together();
+    asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(count) : "memory");
+}
 
 // ---- registers of a warpgroup: a multiple of 8 from 24 to 240 ---------------------------------------------------------------
 
