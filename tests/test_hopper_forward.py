@@ -319,6 +319,16 @@ def test_first_blocks_of_minus_infinity(one):
     np.testing.assert_allclose(lse[0, 0, 128:228], np.log(np.exp(s).sum(1)), atol=2e-3)
 
 
+def test_low_scores_behind_minus_infinity(one):
+    """Such a row's other keys may be so far below 0 that P without a maximum is 0: it has seen keys all the same."""
+    case = make(B=1, Hq=1, Tq=256, Tk=256, d=128, dtype="bfloat16", window=(100, 0))
+    case.q[..., 0], case.q[..., 1:] = 1, 0
+    case.k[..., 128:, 0], case.k[..., :128, 0] = -np.inf, -2048
+    _, lse = one.results(case)
+    seen = 100 - np.arange(100)  # of the first 128 keys, by row 128 and those behind it
+    np.testing.assert_allclose(lse[0, 0, 128:228], np.log(seen) - 2048 / np.sqrt(128), rtol=1e-6)
+
+
 # ---- pieces that blocks of threads share --------------------------------------------------------------
 
 

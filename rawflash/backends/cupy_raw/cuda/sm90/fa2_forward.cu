@@ -749,6 +749,13 @@ struct Consumer {
         const unsigned number = piece.number;
         const int batch = piece.batch, h = piece.head, row = piece.row, rows = piece.rows, stored = piece.stored;
         const int others = BALANCED && !AGAIN ? __shfl_sync(WARP, piece.others, 0) : 0;
+        bool sees[2] = {};  // has the row keys of its own, where P of scores of any size may have been taken without a maximum?
+        if constexpr (LOWER && !AGAIN)
+#pragma unroll
+            for (int r = 0; r < 2; r++) {
+                const int x = first_row() + lane / 4 + 8 * r;
+                sees[r] = within(piece.lower + x, piece.keys) < within(piece.upper + x, piece.keys);
+            }
         arrive_as_warp(&rest.empty_Q[slot], lane);
         await_products<0>();
         if (own && leads())
@@ -783,8 +790,8 @@ struct Consumer {
                 finite[x % 4] = fmaf(O[x], 0.0f, finite[x % 4]);
 #pragma unroll
             for (int r = 0; r < 2; r++) {
-                // A row without a maximum has seen no key, or none with a finite score
-                const bool none = m[r] == -INFINITE, good = none ? total[r] == 0.0f : fabsf(m[r] * unit[0]) < MOST_SHIFT;
+                // A row without a maximum has seen no key, or none with a finite score, or such with P that came out as 0
+                const bool none = m[r] == -INFINITE, good = none ? total[r] == 0.0f && !sees[r] : fabsf(m[r] * unit[0]) < MOST_SHIFT;
                 const bool bad = !(total[r] < MOST_SUM) | !(finite[2 * r] + finite[2 * r + 1] == 0.0f) | !good;
                 again = again | (bad & (own > 0) & (first + g + 8 * r < rows));  // without a branch
             }
