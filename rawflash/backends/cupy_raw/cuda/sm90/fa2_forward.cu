@@ -791,7 +791,7 @@ struct Consumer {
 #pragma unroll
             for (int r = 0; r < 2; r++) {
                 // A row without a maximum has seen no key, or none with a finite score, or such with P that came out as 0
-                const bool none = m[r] == -INFINITE, good = none ? total[r] == 0.0f && !sees[r] : fabsf(m[r] * unit[0]) < MOST_SHIFT;
+                const bool none = m[r] == -INFINITE, good = none ? (total[r] == 0.0f) & !sees[r] : fabsf(m[r] * unit[0]) < MOST_SHIFT;
                 const bool bad = !(total[r] < MOST_SUM) | !(finite[2 * r] + finite[2 * r + 1] == 0.0f) | !good;
                 again = again | (bad & (own > 0) & (first + g + 8 * r < rows));  // without a branch
             }
