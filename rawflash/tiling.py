@@ -163,8 +163,6 @@ class WarpgroupForward:
         64 rows for each warpgroup that multiplies.
     turns : bool
         These begin their products in turn.
-    static : bool
-        The maximum is that of the first blocks of keys.
     stages : int
         K and V that are on chip at once.
     least, most : int
@@ -181,7 +179,6 @@ class WarpgroupForward:
     br: int
     bc: int
     turns: bool = True
-    static: bool = True
     stages: int = 2
     least: int = 0
     most: int = WGMMA_LONGEST
@@ -1118,7 +1115,7 @@ def _wgmma_forward(problem: Problem, chip: Chip) -> Tiles | None:
             constants = {
                 "Q_BUFFERS": buffers, "STAGES": shape.stages, "OWN_O": int(own), "TURNS": int(shape.turns),
                 "EVERY_OWN": int(shape.own), "Q_STAYS": int(shape.q_stays), "BALANCED": int(balanced),
-                "STATIC_MAXIMUM": int(shape.static), "DYNAMIC": int(uneven),
+                "STATIC_MAXIMUM": int(problem.dtype == "bfloat16"), "DYNAMIC": int(uneven),
                 "LOWER": int(lower is not None), "RAGGED": int(problem.ragged),
                 "PRODUCER_REGISTERS": WGMMA_REGISTERS[groups][0], "CONSUMER_REGISTERS": WGMMA_REGISTERS[groups][1],
             }  # fmt: skip

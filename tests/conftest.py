@@ -36,9 +36,12 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
-    """Of several processes of ``pytest -m gpu -n N`` each has another GPU first, and the others behind it."""
+    """Of several processes of ``pytest -n N`` each has one thread for products of NumPy, which would else be as many as
+    there are cores; with ``-m gpu`` each has another GPU first, and the others behind it."""
     if config.option.gpu_part and config.option.markexpr != "gpu":
         raise pytest.UsageError("--gpu-part is for -m gpu")
+    if getattr(config.option, "numprocesses", None):  # the process that starts the others
+        os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     worker, gpus = os.environ.get("PYTEST_XDIST_WORKER", ""), len(list(Path("/dev").glob("nvidia[0-9]*")))
     if config.option.markexpr == "gpu" and worker and gpus > 1 and "CUDA_VISIBLE_DEVICES" not in os.environ:
         first = int(worker.removeprefix("gw"))

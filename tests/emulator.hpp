@@ -280,6 +280,16 @@ template <int PENDING> inline void await_groups()
     }
 }
 
+inline void let_next_grid_begin() {}
+inline void await_grids_before() {}
+inline void ask_for_memory(const void* from, int bytes)  // it must be there
+{
+    if ((uintptr_t)from % 16 || bytes <= 0 || bytes % 16)
+        fprintf(stderr, "%d bytes asked for at %p\n", bytes, from), abort();
+    std::vector<char> read(bytes);
+    memcpy(read.data(), from, bytes);
+}
+
 template <int WARPS> inline void sync_group()
 {
     const unsigned group = current / (WARPS * LANES);

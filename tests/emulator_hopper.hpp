@@ -818,6 +818,7 @@ inline void await(Barrier* barrier, int parity)
 }
 
 inline void meet(int id, int count) { emulated::come(id, count, true); }
+inline void meet_from_apart(int id, int count) { meet(id, count); }
 inline void announce(int id, int count) { emulated::come(id, count, false); }
 
 template <int COUNT> inline void take_registers() { emulated::change_registers(COUNT, true); }

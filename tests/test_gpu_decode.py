@@ -213,6 +213,58 @@ def test_other_streams():
         assert_close("out", to_host(out), reference)
 
 
+@pytest.mark.parametrize("last", ["k", "lengths", "table"])
+@pytest.mark.parametrize("captured", [False, True])
+@pytest.mark.parametrize("page", [0, 16])
+def test_a_decode_right_behind_what_writes_its_inputs(page, captured, last):
+    """It may begin while the kernel before it ends, and awaits what that one writes: the last of its inputs here."""
+    import cupy
+
+    B, Hq, Hkv, T, d, steps = 3, 8, 4, 4096, 64, 12
+    rng = np.random.default_rng(7)
+    blocks = B * T // 16
+    shape = (blocks, Hkv, 16, d) if page else (B, Hkv, T, d)
+
+    def inputs(n):
+        shapes = {"q": (B, Hq, 1, d), "k": shape, "v": shape}
+        made = {name: rng.standard_normal(shape).astype(np.float16) for name, shape in shapes.items()}
+        made["lengths"] = np.array([T, 1 + 777 * n, 3000 - n], np.int32)
+        if page:
+            made["table"] = rng.permutation(blocks).reshape(B, -1).astype(np.int32)
+        return {name: to_cupy(x) for name, x in made.items()}
+
+    sources = [inputs(n) for n in range(3)]
+    here = {name: x.copy() for name, x in sources[0].items()}
+    order = sorted(here, key=lambda name: name == last)
+
+    def step(n):
+        for name in order:
+            here[name][...] = sources[n % 3][name]
+        return rf.attention_decode(here["q"], here["k"], here["v"], here["lengths"], here.get("table"), return_lse=True)
+
+    want = []
+    for n in range(3):
+        for name in order:
+            here[name][...] = sources[n][name]
+        cupy.cuda.Device().synchronize()
+        want.append([to_host(x) for x in step(n)])
+        cupy.cuda.Device().synchronize()
+    stream = cupy.cuda.Stream(non_blocking=True)
+    with stream:
+        if captured:
+            stream.begin_capture()
+            made = [step(n) for n in range(steps)]
+            graph = stream.end_capture()
+            for _ in range(3):
+                graph.launch()
+        else:
+            made = [step(n) for n in range(steps)]
+        stream.synchronize()
+    for n, results in enumerate(made):
+        for got, reference in zip(results, want[n % 3], strict=True):
+            assert same_bits(to_host(got), reference), f"step {n}"
+
+
 def steps_of(case, kind):
     """Causal attention key by key: the row of q, k and v that each step is given."""
     return [[to_kind(np.ascontiguousarray(x[:, :, t : t + 1]), kind) for x in (case.q, case.k, case.v)]

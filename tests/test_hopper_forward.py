@@ -229,10 +229,25 @@ def test_scores_far_from_alike(one, name):
     one.check(scores(name, d=64 if SCORES.index(name) % 2 else 128))
 
 
+@pytest.mark.parametrize("stays", [False, True])
 @pytest.mark.parametrize("name", [name for name in SCORES if name not in ("values 0", "sums 700")])  # not in its range
-def test_scores_far_from_alike_in_float16(one, name):
-    """P ends at 2^16 there: O is not finite where one was not, and the piece is done again."""
+def test_scores_far_from_alike_in_float16(one, name, stays, monkeypatch):
+    """The maximum follows there. Where it stays, as it can be told to: P ends at 2^16, O is not finite where one was
+    above, and the piece is done again."""
+    monkeypatch.setenv("RAWFLASH_EXACT_MAXIMUM", "0" if stays else "")
+    text = f"constexpr int STATIC_MAXIMUM = {int(stays)};"
+    one.changes += [(text, text)]
     one.check(scores(name, d=128 if SCORES.index(name) % 2 else 64, dtype="float16"))
+
+
+def test_an_attention_sink_in_float16_is_no_reason_to_do_pieces_again(one, monkeypatch):
+    case = make(B=1, Hq=2, Tq=200, Tk=600, d=64, dtype="float16")
+    case.q[..., 0], case.k[:, :, 0, 0] = 4, 32  # the first key 16 above the others
+    one.changes += [("&& !__all_sync(WARP, !again)", "&& false")]
+    one.check(case)
+    monkeypatch.setenv("RAWFLASH_EXACT_MAXIMUM", "0")
+    with pytest.raises(AssertionError):
+        one.check(case)
 
 
 @pytest.mark.parametrize("d", [64, 128, 192])

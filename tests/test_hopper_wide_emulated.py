@@ -195,7 +195,7 @@ BROKEN = {
     "keys that follow are left": ("lengths", "call.rows_k && left < BC", "call.rows_k && false"),
     "rows that follow are left": ("packed", "return i0 + BR > work.q_length &&", "return false &&"),
     "rows are used before they are cleared": (
-        "packed", "meet(BOTH_MEET, BOTH);  // rows", "announce(BOTH_MEET, BOTH);  // rows"),
+        "packed", "meet_from_apart(BOTH_MEET, BOTH);  // rows", "announce(BOTH_MEET, BOTH);  // rows"),
     "dS is not fenced": ("one tile", "fence_shared();\n            announce(DS_THERE", "announce(DS_THERE"),
     "dS is not waited for": ("one tile", "meet(DS_THERE + part, BOTH)", "announce(DS_THERE + part, BOTH)"),
     "P is written over": (

@@ -6,11 +6,13 @@ registers are counted (``compile_log``, ``usage``) on machines without one. CuPy
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import os
 import posixpath
 import re
 import secrets
+import struct
 import threading
 from array import array
 from collections.abc import Iterator
@@ -36,6 +38,8 @@ INSTALL = 'CUDA kernels need CuPy and NVRTC: pip install "rawflash[cuda13]" (or 
 
 # Kernels that use wgmma, setmaxnreg or tcgen05 need the architecture's own instruction set, the "a" suffix
 ARCH_SPECIFIC = ("90", "100")
+AWAITING = "await_grids_before();"  # what all kernels of a text do that may begin early
+EARLY_FROM = 90  # sm_90 and later can
 
 _INCLUDE = re.compile(r'[ \t]*#[ \t]*include[ \t]*"([^"]+)"')
 _ERROR = re.compile(r"\b(?:error|fatal)\b")
@@ -356,19 +360,19 @@ def load(text: str, arch: str, options: tuple[str, ...] = ()) -> Any:
         if key not in _modules:
             module = cupy.cuda.Module()
             module.load(cubin(text, arch, options))
-            _modules[key] = Module(module)
+            _modules[key] = Module(module, AWAITING in text and int(re.sub(r"\D", "", arch)) >= EARLY_FROM)
     return _modules[key]
 
 
 class Module:
-    """The kernels of a loaded text."""
+    """The kernels of a loaded text; ``early``: each of them awaits the grids before it on its own."""
 
-    def __init__(self, module: Any) -> None:
-        self.module = module
+    def __init__(self, module: Any, early: bool = False) -> None:
+        self.module, self.early = module, early
 
     def get_function(self, name: str) -> Function:
         """A kernel by name."""
-        return Function(self.module.get_function(name))
+        return (EarlyFunction if self.early else Function)(self.module.get_function(name))
 
 
 class Function:
@@ -388,6 +392,44 @@ class Function:
         arguments = array("Q", (words.buffer_info()[0],))
         self.launch(self.ptr, blocks, 1, 1, threads, 1, 1, shared_bytes, self.stream().ptr,
                     arguments.buffer_info()[0], 0)  # fmt: skip
+
+
+class EarlyFunction(Function):
+    """The same, of a kernel that may begin while the one before it on the stream ends: it awaits that one on its own.
+
+    CUDA Programming Guide, "Programmatic Dependent Launch". CuPy has no launch with attributes (``cuLaunchKernelEx``).
+    """
+
+    def __init__(self, function: Any) -> None:
+        super().__init__(function)
+        self.launch, self.check = driver("cuLaunchKernelEx"), _cupy().cuda.driver.check_status
+        self.launch.argtypes = ctypes.c_char_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p
+
+    def __call__(self, blocks: int, threads: int, words: array[int], shared_bytes: int = 0) -> None:
+        arguments = array("Q", (words.buffer_info()[0],))
+        # CUlaunchConfig: the grid, a block, shared memory, the stream, attributes and how many
+        config = struct.pack("7I4xQQI4x", blocks, 1, 1, threads, 1, 1, shared_bytes, self.stream().ptr,
+                             _EARLY.buffer_info()[0], 1)  # fmt: skip
+        self.check(self.launch(config, self.ptr, arguments.buffer_info()[0], None))
+
+
+# CUlaunchAttribute: which (CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION), and 64 bytes, of which an int is 1
+_EARLY = array("B", struct.pack("i4xi60x", 6, 1))
+
+
+@cache
+def driver(name: str) -> Any:
+    """A function of CUDA's driver that CuPy has no name for.
+
+    Raises
+    ------
+    BackendError
+        The driver has none of that name.
+    """
+    try:
+        return getattr(ctypes.CDLL("nvcuda.dll" if os.name == "nt" else "libcuda.so.1"), name)
+    except (OSError, AttributeError) as error:
+        raise BackendError(f"the CUDA driver has no {name}: {error}") from error
 
 
 def allow_shared(function: Any, nbytes: int) -> None:

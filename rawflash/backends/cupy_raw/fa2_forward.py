@@ -13,7 +13,8 @@ from rawflash.problem import Operands, Problem
 from rawflash.tiling import FEW_MMA, FEW_MMA_LEAST, MMA, SPLIT_INPUTS, WGMMA, WGMMA_ROWS, WGMMA_SECTION, Tiles
 
 MERGED_ROWS = 16  # of a thread block of mma/fa2_forward.cu's merge
-EXACT_MAXIMUM = "RAWFLASH_EXACT_MAXIMUM"  # in the environment, "1": the maximum of a row is never left behind
+# In the environment: "1", the maximum of a row is followed; "0", that of the first keys stays; else as planned
+EXACT_MAXIMUM = "RAWFLASH_EXACT_MAXIMUM"
 WARP_ROWS = 16  # of the output, that a warp of sm90/fa2_forward.cu stores
 THREADS_OF_GROUP, WARPS_OF_GROUP = 128, 4
 FLOAT_BYTES = 4
@@ -73,8 +74,8 @@ def _warpgroups(problem: Problem, tiles: Tiles, x: Operands, out: Target, lse: T
     if kernels is None:
         of_head = problem.Tk * (problem.d + problem.dv) * 2  # bytes of K and V
         boxes = (Box("q", tiles.br), Box("k", tiles.bc), Box("v", tiles.bc), Box("o", WARP_ROWS))
-        exact = os.environ.get(EXACT_MAXIMUM) == "1"
-        planned = replace(tiles, constants=(*tiles.constants, ("STATIC_MAXIMUM", 0))) if exact else tiles
+        asked = {"0": (("STATIC_MAXIMUM", 1),), "1": (("STATIC_MAXIMUM", 0),)}.get(os.environ.get(EXACT_MAXIMUM, ""), ())
+        planned = replace(tiles, constants=(*tiles.constants, *asked))
         kernels = launcher(
             "sm90/fa2_forward.cu", problem, planned, x, {"o": out, "lse": lse}, boxes, blocks=blocks,
             section=min(max(WGMMA_SECTION // of_head, 1), problem.B * problem.Hkv) * problem.group,

@@ -35,6 +35,7 @@ except ImportError:  # NumPy 1
 
 THREADS = 256  # of a block, unless the plan says how many
 SIDE = 16  # threads of a row, in kernels that take rows one by one
+DELTA_ROWS = 64  # of a block of row_deltas
 VECTOR_BYTES = 16
 DEPTHS = {SPLIT: 16, DOUBLE: 8}  # products that a tensor core sums at a time (DEPTH in mma/)
 MOST_STRIDING = 4096  # blocks of a grid that strides
@@ -128,6 +129,7 @@ def constants(problem: Problem, tiles: Tiles, *, aligned: bool, side_dtypes: dic
         "BR": tiles.br,
         "BC": tiles.bc,
         "THREADS": tiles.threads or THREADS,
+        "DELTA_ROWS": DELTA_ROWS,
         "D": problem.d,
         "DV": problem.dv,
         "PAGE": problem.page,
@@ -461,7 +463,7 @@ def side_gradients(problem: Problem, tiles: Tiles, x: Operands, grads: dict[str,
         tiles = _side_tiles(problem, x)
     kernels = launcher("side_gradients.cu", problem, tiles, x, {})
     delta = kernels.workspace(x.q.shape[0] * x.q.shape[1] * x.q.shape[2])
-    values = {"delta.data": delta.data.ptr, "blocks": blocks_of(problem.Tq * SIDE, kernels.threads)}
+    values = {"delta.data": delta.data.ptr, "blocks": blocks_of(problem.Tq, DELTA_ROWS)}
     if "sinks" in grads:
         values["dsinks"] = grads["sinks"].address
     if "bias" in grads:

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from rawflash.backends.cupy_raw import compile
 from rawflash.errors import BackendError
 
 WORDS = 16  # of 64 bits, of a map
@@ -81,16 +82,11 @@ def geometry(view: np.ndarray, dtype: str, rows: int) -> tuple[Any, ...]:
 
 
 @cache
-def _driver() -> Any:
-    """cuTensorMapEncodeTiled. CuPy has no name for it."""
-    try:
-        function = ctypes.CDLL("libcuda.so.1").cuTensorMapEncodeTiled
-    except (OSError, AttributeError) as error:
-        raise BackendError(f"the CUDA driver has no tensor maps: {error}") from error
+def _encode_tiled() -> Any:
+    function = compile.driver("cuTensorMapEncodeTiled")
     pointer = ctypes.c_void_p
     function.argtypes = (pointer, ctypes.c_int, ctypes.c_uint32, pointer, pointer, pointer, pointer, pointer,
                          *[ctypes.c_int] * 4)  # fmt: skip
-    function.restype = ctypes.c_int
     return function
 
 
@@ -111,7 +107,7 @@ def encode(address: int, dtype: int, extents: tuple[int, ...], strides: tuple[in
     """
     space = ctypes.create_string_buffer(8 * WORDS + ALIGNMENT)
     at = -(-ctypes.addressof(space) // ALIGNMENT) * ALIGNMENT
-    found = _driver()(
+    found = _encode_tiled()(
         at, dtype, AXES, address,
         (ctypes.c_uint64 * AXES)(*extents),
         (ctypes.c_uint64 * (AXES - 1))(*strides),

@@ -13,7 +13,6 @@ from typing import Any
 
 from numba import cuda, float64, int64
 
-from rawflash.backends.cupy_raw.launch import SIDE as ROWS  # that a block of row_deltas has
 from rawflash.backends.numba_cuda import gradient, tile
 from rawflash.backends.numba_cuda.call import head, least, row_of, sequence
 from rawflash.backends.numba_cuda.intrinsics import get, put
@@ -30,7 +29,7 @@ def make_kernels(c: Any) -> dict[str, Any]:
 
 
 def row_deltas(c: Any) -> Any:
-    real, DV, SIDE, size, dlse_given = c.real, c.DV, c.SIDE, c.ELEM_BYTES, c.DLSE
+    real, DV, SIDE, ROWS, size, dlse_given = c.real, c.DV, c.SIDE, c.DELTA_ROWS, c.ELEM_BYTES, c.DLSE
     load, load_real, store = LOAD[c.TYPE], LOAD[c.REAL_TYPE], STORE[c.REAL_TYPE]
     sequence_of, o_row, do_row = sequence(c), row_of(c, "o"), row_of(c, "dout")
     dlse_of, delta_of, sum_of_lanes = row_of(c, "dlse"), row_of(c, "delta"), tile.sum_of_lanes(c)

@@ -39,6 +39,7 @@ static_assert(HALVES == 2 || M == 1, "rows of a product, of which the second eig
 constexpr int MERGED = 4;  // neighbouring columns that a lane merges
 constexpr int MOST_PARTS = 64;
 constexpr int EARLY = 16;    // parts whose O is asked for before their weights are known
+constexpr long long FEW_STEPS = 16;  // of a warp
 constexpr unsigned NONE = ~0u;  // no block of the cache
 constexpr bool IN_ONE_BLOCK = PAGE && PAGE % STEP == 0;  // the keys of a step
 
@@ -113,6 +114,28 @@ __device__ __forceinline__ void seen_keys(const Call& call, const Sequence& s, i
         j_low = (int)clamp(s.offset + call.band_lower, 0, j_high) / STEP * STEP;
         j_high = (int)clamp(s.q_length + s.offset + call.band_upper, 0, j_high);
     }
+}
+
+// Ask for the rows that a warp reads first, while the grid before this one ends. It may be writing them, and lengths and tables: these are mere
+// hints here, and read past L1, where they would stay. Only where there are few steps: many have memory busy to the end.
+__device__ __forceinline__ void ask_for_first_rows(const Call& call, unsigned b, unsigned h_kv, int first_of_warp, int stride)
+{
+    static_assert(WARP_SIZE == 2 * STEP, "half of the lanes ask for K, half for V");
+    constexpr bool WHOLE = ALIGNED && D % 8 == 0 && DV % 8 == 0;  // rows of whole 16 bytes
+    if (!WHOLE || call.Tk > FEW_STEPS * stride || (BAND && call.band_lower > -call.Tk))  // a window begins elsewhere
+        return;
+    const Table& lengths = call.kv_lengths;
+    const long long length = lengths.bytes == 8 ? __ldcg((const long long*)lengths.data + b)
+                                                : lengths.bytes == 4 ? __ldcg((const int*)lengths.data + b) : call.Tk;
+    const long long j = first_of_warp + threadIdx.x % STEP;
+    if (j >= least(length, call.Tk))
+        return;
+    Place place = {b, j, true};
+    if constexpr (PAGE)
+        place = place_in(call, {}, j, __ldcg((const table_entry*)call.block_table.data + b * call.table_row + (unsigned long long)j / PER_BLOCK));
+    const bool values = threadIdx.x % WARP_SIZE >= STEP;
+    if (place.exists)
+        ask_for_memory(row_of(values ? call.v : call.k, place.slot, h_kv, place.t), (values ? DV : D) * (int)sizeof(elem));
 }
 
 // Among how many parts the turns of these keys go round, at least one. The lengths decide, which only the device may know.
@@ -238,6 +261,10 @@ extern "C" __global__ void __launch_bounds__(THREADS) fa2_few_rows(const __grid_
     const unsigned row_block = blockIdx.x % row_blocks, bh = blockIdx.x / row_blocks / most_parts;
     const int part = (int)(blockIdx.x / row_blocks % most_parts);
     const unsigned b = bh / heads, h_kv = bh % heads, group = (unsigned)call.Hq / heads;
+
+    let_next_grid_begin();
+    ask_for_first_rows(call, b, h_kv, part * TURN + warp * STEP, (int)most_parts * TURN);
+    await_grids_before();  // whose results may be read from here on
 
     int j_low, j_high;
     const Sequence s = sequence(call, b);

@@ -87,6 +87,32 @@ __device__ __forceinline__ unsigned once_more(unsigned x)
     return x;
 }
 
+// ---- grids one behind the other (sm_90 and later): load() in compile.py ------------------------------------------------------------
+
+// The grid behind this one may take the room that this one's blocks leave, once all of them have come here.
+__device__ __forceinline__ void let_next_grid_begin()
+{
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+// The grids before this one are at their end, and what they wrote is seen.
+__device__ __forceinline__ void await_grids_before()
+{
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+// Ask for memory at L2, which is as good as the memory: what others write is seen there. Address and number of bytes are multiples of 16.
+__device__ __forceinline__ void ask_for_memory(const void* from, int bytes)
+{
+#if __CUDA_ARCH__ >= 900
+    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(__cvta_generic_to_global(from)), "r"(bytes) : "memory");
+#endif
+}
+
 // What the counter was; then it is one more, or 0 after `most`. Whoever sees this count sees all that was written before it: by this thread,
 // and by those that waited at a barrier with it.
 __device__ __forceinline__ unsigned count_and_see(unsigned* counter, unsigned most)

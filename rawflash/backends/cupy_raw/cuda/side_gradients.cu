@@ -15,28 +15,47 @@
 #include "softmax.cuh"
 #include "gradient.cuh"
 
+// Neighbouring threads that read a row at once, up to a warp; rows that each of them asks for before the first is there.
+__device__ constexpr int lanes_of(int pieces) { return pieces <= 1 ? 1 : 2 * lanes_of((pieces + 1) / 2); }
+constexpr int DELTA_LANES = DV < 32 * CHUNK ? lanes_of((DV + CHUNK - 1) / CHUNK) : 32, AT_ONCE = THREADS / DELTA_LANES;
+constexpr int DELTAS = 4 * AT_ONCE < DELTA_ROWS ? 4 : (DELTA_ROWS + AT_ONCE - 1) / AT_ONCE;
+
 extern "C" __global__ void __launch_bounds__(THREADS) row_deltas(const __grid_constant__ Call call)
 {
-    const long long bh = blockIdx.x / call.blocks, h = bh % call.Hq;
-    const Sequence s = sequence(call, bh / call.Hq);
-    const long long i = blockIdx.x % call.blocks * SIDE + thread_y();
-    real gamma = real(0);
-    if (i < s.q_length) {
-        const elem* const O = row_of(call.o, s.slot, h, s.q_start + i);
-        const elem* const dO = row_of(call.dout, s.slot, h, s.q_start + i);
-        struct alignas(CHUNK * sizeof(elem)) Chunk { elem x[CHUNK]; };
-        for (int x = thread_x() * CHUNK; x < DV; x += SIDE * CHUNK) {
-            const Chunk a = *reinterpret_cast<const Chunk*>(dO + x), b = *reinterpret_cast<const Chunk*>(O + x);
+    struct alignas(CHUNK * sizeof(elem)) Chunk { elem x[CHUNK]; };
+    const unsigned bh = blockIdx.x / (unsigned)call.blocks, h = bh % (unsigned)call.Hq;
+    const Sequence s = sequence(call, bh / (unsigned)call.Hq);
+    const int lane = threadIdx.x % DELTA_LANES, y = threadIdx.x / DELTA_LANES;
+    const long long i0 = blockIdx.x % (unsigned)call.blocks * (long long)DELTA_ROWS, rows = least(s.q_length - i0, DELTA_ROWS);
+    const elem* const O = row_of(call.o, s.slot, h, s.q_start + i0);
+    const elem* const dO = row_of(call.dout, s.slot, h, s.q_start + i0);
+#pragma unroll 1
+    for (int first = y; first - y < rows; first += DELTAS * AT_ONCE) {
+        real gamma[DELTAS] = {};
+        for (int x = lane * CHUNK; x < DV; x += DELTA_LANES * CHUNK) {
+            Chunk a[DELTAS] = {}, b[DELTAS] = {};
 #pragma unroll
-            for (int e = 0; e < CHUNK; e++)
-                gamma = multiply_add(widen<TYPE>(a.x[e]), widen<TYPE>(b.x[e]), gamma);
+            for (int n = 0; n < DELTAS; n++)
+                if (first + n * AT_ONCE < rows) {
+                    a[n] = *reinterpret_cast<const Chunk*>(dO + (first + n * AT_ONCE) * call.dout.row + x);
+                    b[n] = *reinterpret_cast<const Chunk*>(O + (first + n * AT_ONCE) * call.o.row + x);
+                }
+#pragma unroll
+            for (int n = 0; n < DELTAS; n++)
+#pragma unroll
+                for (int e = 0; e < CHUNK; e++)
+                    gamma[n] = multiply_add(widen<TYPE>(a[n].x[e]), widen<TYPE>(b[n].x[e]), gamma[n]);
         }
-    }
-    gamma = sum_of_lanes<SIDE>(gamma);
-    if (i < s.q_length && thread_x() == 0) {
-        if constexpr (DLSE)
-            gamma -= *row_of(call.dlse, s.slot, h, s.q_start + i);
-        *row_of(call.delta, s.slot, h, s.q_start + i) = gamma;
+#pragma unroll
+        for (int n = 0; n < DELTAS; n++) {
+            gamma[n] = sum_of_lanes<DELTA_LANES>(gamma[n]);
+            const long long i = s.q_start + i0 + first + n * AT_ONCE;
+            if (first + n * AT_ONCE < rows && lane == 0) {
+                if constexpr (DLSE)
+                    gamma[n] -= *row_of(call.dlse, s.slot, h, i);
+                *row_of(call.delta, s.slot, h, i) = gamma[n];
+            }
+        }
     }
 }
 

@@ -165,7 +165,7 @@ __device__ __forceinline__ void await_keys(const Call& call, const Work& work, u
         clear_rows<BC, TO_D, COMPUTING>(on_chip + AT_K, left, threadIdx.x - WARPGROUP);
         clear_rows<BC, TO_V, COMPUTING>(on_chip + AT_V, left, threadIdx.x - WARPGROUP);
         fence_shared();
-        meet(ALL_MEET, COMPUTING);
+        meet_from_apart(ALL_MEET, COMPUTING);
     }
 }
 
@@ -208,7 +208,7 @@ __device__ __forceinline__ void store_keys(
     const Call& call, const Work& work, const Matrix& to, unsigned char* slabs, const Sums<COLUMNS>& sum, float scale, int meeting)
 {
     if (work.steps > 0)
-        meet(BOTH_MEET, BOTH);  // no thread reads Q and dO any more
+        meet_from_apart(BOTH_MEET, BOTH);  // no thread reads Q and dO any more
 #pragma unroll
     for (int n = 0; n < COLUMNS / SUM; n++) {
         unsigned x[4];
@@ -258,7 +258,7 @@ __device__ __forceinline__ void compute_scores(const Call& call, const Work& wor
                 clear_rows<BR, TO_D, WARPGROUP>(on_chip + AT_Q + stage * Q_BYTES, work.q_length - i0, y);
                 clear_rows<BR, TO_V, WARPGROUP>(on_chip + AT_DO + stage * DO_BYTES, work.q_length - i0, y);
                 fence_shared();
-                meet(BOTH_MEET, BOTH);
+                meet_from_apart(BOTH_MEET, BOTH);
             }
             if constexpr (!OVERLAP)
                 dispose();
@@ -338,7 +338,7 @@ __device__ __forceinline__ void compute_slopes(const Call& call, const Work& wor
             float dP[BR / 2];
             await(barriers + O_THERE + stage, at.parity);
             if (rows_end(call, work, i0))
-                meet(BOTH_MEET, BOTH);  // rows that do not exist are cleared
+                meet_from_apart(BOTH_MEET, BOTH);  // rows that do not exist are cleared
             if constexpr (!OVERLAP)
                 dispose();
             fence_products();

@@ -14,7 +14,8 @@
 // The maximum. P = exp(S - m) may be above 1, up to 2^16 in float16 and far more in bfloat16, which has the exponents of float32: with STATIC_MAXIMUM,
 // m is the maximum of the first blocks, those up to the last key of the first row, by which each row has seen a key if it sees any; it then stays.
 // That is the same O / l. Where it is not (l of 2^64 or more; something is not finite, as O is where a P of float16 was not), the piece is done again
-// by steps whose every score is at most the maximum and whose numbers overflow only if the result does.
+// by steps whose every score is at most the maximum and whose numbers overflow only if the result does. Without it, m follows from a distance: the
+// way of float16, where one key with most of the weight (an attention sink) would have all pieces done again.
 //
 // BALANCED: blocks of threads end together. Whole pieces would leave many of them idle in the end, so of the last pieces all blocks of keys are put
 // in one line and shared out evenly. Each takes, in this order, the end of a piece that another has begun, whole pieces, and the begin of one more.

@@ -101,6 +101,13 @@ __device__ __forceinline__ void meet(int id, int count)
     asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(count) : "memory");
 }
 
+// The same where warps come from different places of the code: the quicker form promises that all who wait do so at one instruction.
+__device__ __forceinline__ void meet_from_apart(int id, int count)
+{
+    come_together();
+    asm volatile("barrier.sync %0, %1;" ::"r"(id), "r"(count) : "memory");
+}
+
 __device__ __forceinline__ void announce(int id, int count)
 {
     come_together();
