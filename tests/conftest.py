@@ -58,8 +58,9 @@ def pytest_collection_modifyitems(config, items):
 
 
 def pytest_terminal_summary(terminalreporter, exitstatus, config):
-    """After ``pytest -m gpu``: its record. Of xdist's processes only the one that has seen all reports gets here."""
-    gpu_record.after_pytest(terminalreporter, exitstatus, config)
+    """After ``pytest -m gpu``: its record. Each of xdist's processes gets here; the first has seen all reports."""
+    if not hasattr(config, "workerinput"):
+        gpu_record.after_pytest(terminalreporter, exitstatus, config)
 
 
 @pytest.fixture(scope="session", autouse=True)

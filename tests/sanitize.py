@@ -54,7 +54,7 @@ COMMON = ("--target-processes", "application-only", "--launch-timeout", "60", "-
           "--destroy-on-device-error", "kernel")  # fmt: skip
 PORT, PORTS = 49152, 20  # where the tool's processes talk to each other: some ports for each pair
 LIMIT = 400  # seconds of one tool, then its processes are ended
-BEGIN = 0.7  # no call is begun after this part of the limit
+BEGIN, BEGIN_SLOW = 0.7, 0.5  # no call is begun after this part of the limit; of a process that is ended none counts
 PROCESSES = max(1, min(20, (os.cpu_count() or 1) * 3 // 4))
 # In each process: one thread for what runs on the host, and kernels that tools can follow (see sm90/hopper.cuh)
 ENVIRONMENT = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "RAWFLASH_BOUNDED": "1"}
@@ -329,7 +329,8 @@ def run(command, limit):
 def shared(prefix, limit):
     """Run all calls, each process under ``prefix``: exit statuses and outputs."""
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(PROCESSES) as pool:
-        work = [sys.executable, __file__, "--child", folder, str(BEGIN * limit)]
+        begin = BEGIN_SLOW if "racecheck" in prefix else BEGIN
+        work = [sys.executable, __file__, "--child", folder, str(begin * limit)]
 
         def under(n):
             port = ["--port", str(PORT + PORTS * n), "--max-connections", str(PORTS)] if prefix else []

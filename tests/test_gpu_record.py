@@ -124,6 +124,14 @@ def test_a_part_has_a_number_up_to_theirs(run):
     assert "--gpu-part is for -m gpu" in run.output
 
 
+def test_parts_of_several_processes(run):
+    """None of these writes what it has seen itself."""
+    whole = run("-m", "gpu", TESTS="6")
+    for n in (1, 2, 3):
+        record = run("-m", "gpu", "-n", "2", "--gpu-part", f"{n}/3", TESTS="6")
+    assert record == whole | {"from_parts": {f"{n}/3": {} for n in (1, 2, 3)}}
+
+
 def test_parts_become_a_record(run):
     (run.folder / "test_gpu_numba.py").write_text(NUMBA)
     (run.folder / "test_skipped.py").write_text(MODULE)  # by each part
