@@ -217,7 +217,8 @@ def test_other_streams():
 @pytest.mark.parametrize("captured", [False, True])
 @pytest.mark.parametrize("page", [0, 16])
 def test_a_decode_right_behind_what_writes_its_inputs(page, captured, last):
-    """It may begin while the kernel before it ends, and awaits what that one writes: the last of its inputs here."""
+    """In the order of the stream, the last of its inputs being written right before it. By copies, behind which nothing
+    begins early: so this is no test of what a decode that begins early awaits."""
     import cupy
 
     B, Hq, Hkv, T, d, steps = 3, 8, 4, 4096, 64, 12
