@@ -129,6 +129,13 @@ __device__ __forceinline__ void copy_box(void* to, const TensorMap& map, Barrier
                  ::"r"(shared_address(to)), "l"(&map), "r"(column), "r"(row), "r"(head), "r"(batch), "r"(shared_address(barrier)) : "memory");
 }
 
+// Such a box is asked for at L2.
+__device__ __forceinline__ void ask_for_box(const TensorMap& map, int column, int row, int head, int batch)
+{
+    asm volatile("cp.async.bulk.prefetch.tensor.4d.L2.global.tile [%0, {%1, %2, %3, %4}];"
+                 ::"l"(&map), "r"(column), "r"(row), "r"(head), "r"(batch) : "memory");
+}
+
 // The same from shared memory; what lies outside of the matrix is not written.
 __device__ __forceinline__ void store_box(const TensorMap& map, const void* from, int column, int row, int head, int batch)
 {
