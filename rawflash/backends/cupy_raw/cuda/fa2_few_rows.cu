@@ -253,20 +253,19 @@ extern "C" __global__ void __launch_bounds__(THREADS) fa2_few_rows(const __grid_
     const int part = (int)(blockIdx.x / row_blocks % most_parts);
     const unsigned b = bh / heads, h_kv = bh % heads, group = (unsigned)call.Hq / heads;
 
-    // Which keys are a warp's: lengths say it, and of a paged cache the table says where they lie. Kernels before this one may be writing them, and
-    // end now: these are read as they are, and believed until rows have been asked for by them.
+    // Which keys are a warp's: lengths say it, and of a paged cache the table says where they lie. Kernels before this one may be writing both, and
+    // end now: they are read as they are, and believed until rows have been asked for by them.
     let_next_grid_begin();
     Sequence s = sequence<true>(call, b);
     int j_low, j_high, parts, stride, first_of_warp;
-    int asked_for, steps;  // key of the next unit; steps that were asked for
-    unsigned exist;        // a bit for each of them: does its block exist? The last one's is the lowest
-    auto begin = [&]() {
+    auto share_out = [&]() {
         seen_keys(call, s, j_low, j_high);
         parts = parts_of(call, j_low, j_high), stride = parts * TURN;
-        asked_for = first_of_warp = j_low + part * TURN + warp * STEP;
-        steps = 0, exist = 0;
+        first_of_warp = j_low + part * TURN + warp * STEP;
     };
-    begin();
+    share_out();
+    int asked_for = first_of_warp, steps = 0;  // key of the next unit; steps that were asked for
+    unsigned exist = 0;                        // a bit for each of them: does its block exist? The last one's is the lowest
     // What the table says, if all keys of a step are in one block: a lane knows it for the n-th of 32 steps, and for that of the next 32, asked for
     // long before, as it waits behind all the rows that are under way.
     auto step_of_lane = [&](int first) { return first + (long long)lane * stride; };
@@ -334,22 +333,27 @@ extern "C" __global__ void __launch_bounds__(THREADS) fa2_few_rows(const __grid_
         }
         commit_group();
     };
+    constexpr int BEGUN = UNITS / 2;  // steps whose K is asked for
 #pragma unroll 1
     for (;;) {
         const Sequence truth = sequence(call, b);
-        const unsigned found = known(look_up(asked_for));
-        next = look_up(asked_for + WARP_SIZE * stride);
         if (part < parts) {
 #pragma unroll
             for (int unit = 0; unit < UNITS - 1; unit++)
                 ask_for(unit % 2, unit);
         }
-        if (__all_sync(WARP, found == now && truth.q_length == s.q_length && truth.kv_length == s.kv_length && truth.offset == s.offset))
+        // Whole steps, of the same blocks, are what was wanted even if there are more keys now, or fewer
+        const int first = first_of_warp, distance = stride, end = first + (BEGUN - 1) * distance + STEP, high = j_high;
+        s = truth;
+        share_out();
+        const unsigned found = known(look_up(first_of_warp));
+        const bool kept = first == first_of_warp && distance == stride && (high == j_high || (end <= high && end <= j_high)) &&
+                          (lane >= BEGUN || found == now);
+        now = found, next = look_up(first_of_warp + WARP_SIZE * stride);
+        if (__all_sync(WARP, kept))
             break;
         await_groups<0>();
-        s = truth;
-        begin();
-        now = known(look_up(asked_for));
+        asked_for = first_of_warp, steps = 0, exist = 0;
     }
     if (part >= parts)
         return;
