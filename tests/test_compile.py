@@ -498,3 +498,13 @@ def test_a_loaded_function_runs_with_all_the_shared_memory_there_is():
     x = cupy.arange(n, dtype=np.float32)
     function(1, 256, array("q", [x.data.ptr, n]), nbytes)
     np.testing.assert_array_equal(x.get(), np.arange(n, dtype=np.float32)[::-1])
+
+
+def test_kernels_that_begin_early_await_those_before():
+    """All kernels of such a text do, before anything else that another may have written: so it has one."""
+    texts = {path.relative_to(compiler.CUDA).as_posix(): path.read_text() for path in compiler.CUDA.rglob("*.cu*")}
+    assert [name for name, text in texts.items() if compiler.AWAITING in text] == ["fa2_few_rows.cu"]
+    kernel = texts["fa2_few_rows.cu"].split("__global__")
+    assert len(kernel) == 2 and kernel[1].count(compiler.AWAITING) == 1
+    assert "return" not in kernel[1].partition(compiler.AWAITING)[0]
+    assert len(compiler._EARLY) == 72  # CUlaunchAttribute of cuda.h
