@@ -101,7 +101,7 @@ __device__ __forceinline__ void meet(int id, int count)
     asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(count) : "memory");
 }
 
-// The same where warps come from different places of the code: the quicker form promises that all who wait do so at one instruction.
+// The same where warps that wait come from different places of the code, which compute-sanitizer takes for a fault of the other form.
 __device__ __forceinline__ void meet_from_apart(int id, int count)
 {
     come_together();
