@@ -286,13 +286,21 @@ __device__ __forceinline__ void produce(const MappedCall& argument, unsigned cha
             line.at = at + share.to - share.from;
             piece.others = share.from > 0 ? FOR_ANOTHER : others_of(line, of_piece - share.to);
         } else {
-            next = gridDim.x + (DYNAMIC ? draw(call.counters) : number);  // asked for long before it is needed
+            next = gridDim.x + number;
         }
-        if (!describe(piece, call, number, share))
+        // Who draws the next piece before this one is nearly done may find itself with a long one that others have the time for
+        const auto draw_next = [&]() {
+            if (DYNAMIC && !again)
+                next = gridDim.x + draw(call.counters);
+        };
+        if (!describe(piece, call, number, share)) {
+            draw_next();
             continue;
+        }
         given++;
         const int blocks = piece.blocks, batch = piece.batch, k_head = piece.k_head;
         if (blocks == 0) {
+            draw_next();
             await_place();
             arrive(&rest.full_Q[slot]);
             continue;
@@ -321,6 +329,8 @@ __device__ __forceinline__ void produce(const MappedCall& argument, unsigned cha
         for (int j = 0; j <= blocks; j++, k_row -= BC) {
             if (j < blocks && (!EARLY || j > 0))
                 copy_keys(j);
+            if (j == blocks - 1)
+                draw_next();  // it is there when the last V is copied
             if (j > 0) {
                 const unsigned stage = (n + j - 1) % STAGES;
                 await(&rest.empty_V[stage], ((n + j - 1) / STAGES & 1) ^ 1);
