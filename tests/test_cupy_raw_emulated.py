@@ -6,7 +6,7 @@ What it cannot see: speed, ptxas, the order in which real threads run (two order
 import re
 from contextlib import nullcontext
 from dataclasses import replace
-from functools import reduce
+from functools import partial, reduce
 from operator import or_
 from pathlib import Path
 
@@ -1111,6 +1111,34 @@ def test_guesses_of_few_rows_may_be_wrong(page, name, device_by_name, monkeypatc
     processors(monkeypatch, 132)
     with pytest.raises(AssertionError):
         check_decode(case, reference)
+
+
+FEWER = GUESS + "s.kv_length -= %d; s.offset = s.kv_length - s.q_length;"
+SECOND_BLOCK = ("now = known(block_of<true>", "now = (lane == 1) ^ known(block_of<true>")
+KEPT = {  # conditions that what was asked for is wanted: a guess and a call where no other one tells; processors
+    "first == first_of_warp": ((GUESS, FEWER % 16), dict(lengths=(645, 300), causal=True, window=(200, 0)), 1),
+    "distance == stride": (WRONG["shorter"], dict(lengths=(645, 300), d=16, dv=128), 132),  # others tell of long queues
+    "end <= high": ((GUESS, FEWER % 8), dict(lengths=(512, 384, 256)), 1),  # a last step that was not a whole one
+    "end <= j_high": (WRONG["longer"], dict(lengths=(645, 300, 7)), 1),
+    "found == now": (SECOND_BLOCK, dict(lengths=(645, 300, 7), page=16), 1),
+}
+
+
+@pytest.mark.parametrize("condition", KEPT)
+def test_each_condition_finds_guesses_of_few_rows_wrong(condition, device_by_name, monkeypatch):
+    (old, new), call, number = KEPT[condition]
+    case = decode(**dict(B=len(call["lengths"]), Tq=2, page=0, d=64, dv=64, dtype="float16") | call)
+    reference, whole = case.reference(), compile.source
+    text = whole("fa2_few_rows.cu", "")
+    assert text.count(old) == text.count(condition) == 1
+    for kept in (condition, "true"):
+        changed = partial(lambda kept, *of: whole(*of).replace(old, new).replace(condition, kept), kept)
+        monkeypatch.setattr(compile, "source", changed)
+        processors(monkeypatch, number)
+        results = decode_on_device(case, True)
+        with pytest.raises(AssertionError) if kept == "true" else nullcontext():
+            for name, result in zip(("out", "lse"), results, strict=True):
+                assert_close(name, result, reference)
 
 
 @FEW
