@@ -4,8 +4,8 @@
 // One warpgroup copies (tensor maps), two compute: each of these owns 64 of the keys, with dK and dV in registers. Everything is transposed,
 // S^T = K Q^T and dP^T = V dO^T, so that P^T and dS^T are factors of dV += P^T dO and dK += dS^T Q where they are, in registers. dS^T goes to
 // shared memory as well, as a factor of dQ_i = dS K, in which both warpgroups' keys have a share. dQ_i is left in shared memory, from where a
-// thread of the first warpgroup adds it to float32 sums in device memory, in the order in which the registers held it. dP is under way while the
-// first exponentials are taken, dK while dQ_i is handed on.
+// thread of the first warpgroup adds it to float32 sums in device memory, in the order in which the registers held it. dK is under way while dQ_i is
+// handed on.
 // On chip:  K (Bc, d), V (Bc, dv), STAGES of Q (Br, d) and dO (Br, dv), two dS (Bc, Br) in 16 bits; dQ (Br, d); lse and delta (Br), barriers;
 //           in registers S (Bc, Br), dP (Bc, 64), dK (Bc, d), dV (Bc, dv), dQ (Br, d).
 //
