@@ -6,7 +6,7 @@ What it cannot see: speed, ptxas, the order in which real threads run (two order
 import re
 from contextlib import nullcontext
 from dataclasses import replace
-from functools import reduce
+from functools import partial, reduce
 from operator import or_
 from pathlib import Path
 
@@ -1068,6 +1068,79 @@ def decode_on_device(case, tables_on_device, **options):
     return [np.asarray(result) for result in results]
 
 
+GUESS = "sequence<true>(call, b);"
+WRONG = {  # what lengths and tables were when kernels that write them had not ended
+    "shorter": (GUESS, GUESS + "s.kv_length = s.kv_length / 3; s.offset = s.kv_length - s.q_length;"),
+    "longer": (GUESS, GUESS + "s.kv_length = call.Tk; s.offset = s.kv_length - s.q_length;"),
+    "one less": (GUESS, GUESS + "s.kv_length = most(s.kv_length - 1, 0); s.offset = s.kv_length - s.q_length;"),
+    "none": (GUESS, GUESS + "s.kv_length = 0; s.offset = -s.q_length;"),
+    "other blocks": ("now = known(block_of<true>", "now = 1 ^ known(block_of<true>"),
+    "no blocks": ("now = known(block_of<true>", "now = NONE | known(block_of<true>"),
+}
+
+
+def check_decode(case, reference):
+    for name, result in zip(("out", "lse"), decode_on_device(case, True), strict=True):
+        assert_close(name, np.asarray(result), reference)
+
+
+@pytest.mark.parametrize("name", WRONG)
+@pytest.mark.parametrize("page", [0, 16])
+def test_guesses_of_few_rows_may_be_wrong(page, name, device_by_name, monkeypatch):
+    old, new = WRONG[name]
+    if page == 0 and "blocks" in name:
+        pytest.skip("no table")
+    case = decode(B=3, Hq=4, Hkv=2, Tq=2, lengths=(645, 300, 7), page=page, d=64, dv=64, dtype="float16", causal=True)
+    reference, whole = case.reference(), compile.source
+    assert old in whole("fa2_few_rows.cu", "")
+    changes = [(old, new)]
+
+    def changed(name, preamble):
+        text = whole(name, preamble)
+        for one, other in changes:
+            text = text.replace(one, other)
+        return text
+
+    monkeypatch.setattr(compile, "source", changed)
+    for number in (1, 132):
+        processors(monkeypatch, number)
+        check_decode(case, reference)
+    looked_at = "if (__all_sync(WARP, kept))"
+    assert looked_at in whole("fa2_few_rows.cu", "")
+    changes.append((looked_at, "if (true)"))
+    processors(monkeypatch, 132)
+    with pytest.raises(AssertionError):
+        check_decode(case, reference)
+
+
+FEWER = GUESS + "s.kv_length -= %d; s.offset = s.kv_length - s.q_length;"
+SECOND_BLOCK = ("now = known(block_of<true>", "now = (lane == 1) ^ known(block_of<true>")
+KEPT = {  # conditions that what was asked for is wanted: a guess and a call where no other one tells; processors
+    "first == first_of_warp": ((GUESS, FEWER % 16), dict(lengths=(645, 300), causal=True, window=(200, 0)), 1),
+    "distance == stride": (WRONG["shorter"], dict(lengths=(645, 300), d=16, dv=128), 132),  # others tell of long queues
+    "end <= high": ((GUESS, FEWER % 8), dict(lengths=(512, 384, 256)), 1),  # a last step that was not a whole one
+    "end <= j_high": (WRONG["longer"], dict(lengths=(645, 300, 7)), 1),
+    "found == now": (SECOND_BLOCK, dict(lengths=(645, 300, 7), page=16), 1),
+}
+
+
+@pytest.mark.parametrize("condition", KEPT)
+def test_each_condition_finds_guesses_of_few_rows_wrong(condition, device_by_name, monkeypatch):
+    (old, new), call, number = KEPT[condition]
+    case = decode(**dict(B=len(call["lengths"]), Tq=2, page=0, d=64, dv=64, dtype="float16") | call)
+    reference, whole = case.reference(), compile.source
+    text = whole("fa2_few_rows.cu", "")
+    assert text.count(old) == text.count(condition) == 1
+    for kept in (condition, "true"):
+        changed = partial(lambda kept, *of: whole(*of).replace(old, new).replace(condition, kept), kept)
+        monkeypatch.setattr(compile, "source", changed)
+        processors(monkeypatch, number)
+        results = decode_on_device(case, True)
+        with pytest.raises(AssertionError) if kept == "true" else nullcontext():
+            for name, result in zip(("out", "lse"), results, strict=True):
+                assert_close(name, result, reference)
+
+
 @FEW
 @given(decode_problems(dtypes=("float32", "float64", "float16")))
 def test_drawn_decode_problems(device_of_module, case):
@@ -1086,7 +1159,6 @@ def test_decoding_from_blocks(dtype, tables, device_by_name):
 @pytest.mark.parametrize("old, new", [
     ("", ""),
     ("stride = parts * TURN;", "stride = (int)most_parts * TURN;"),
-    ("now = known(look_up(asked_for))", "now = known(lane)"),
 ])  # fmt: skip
 @pytest.mark.parametrize("page", [16, 48])
 def test_caches_used_in_part(page, old, new, device_by_name, monkeypatch):

@@ -213,12 +213,23 @@ def test_other_streams():
         assert_close("out", to_host(out), reference)
 
 
+LATE = """
+extern "C" __global__ void late(const char* from, char* to, long long bytes) {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;");  // what comes next may begin
+#endif
+    const long long start = clock64();
+    while (clock64() - start < 40000) {}
+    for (long long n = blockIdx.x * blockDim.x + threadIdx.x; n < bytes; n += gridDim.x * blockDim.x) to[n] = from[n];
+}
+"""
+
+
 @pytest.mark.parametrize("last", ["k", "lengths", "table"])
 @pytest.mark.parametrize("captured", [False, True])
 @pytest.mark.parametrize("page", [0, 16])
 def test_a_decode_right_behind_what_writes_its_inputs(page, captured, last):
-    """In the order of the stream, the last of its inputs being written right before it. By copies, behind which nothing
-    begins early: so this is no test of what a decode that begins early awaits."""
+    """It begins while the kernel before it still waits to write the last of its inputs, and awaits that."""
     import cupy
 
     B, Hq, Hkv, T, d, steps = 3, 8, 4, 4096, 64, 12
@@ -238,9 +249,13 @@ def test_a_decode_right_behind_what_writes_its_inputs(page, captured, last):
     here = {name: x.copy() for name, x in sources[0].items()}
     order = sorted(here, key=lambda name: name == last)
 
+    late = cupy.RawKernel(LATE, "late")
+
     def step(n):
-        for name in order:
+        for name in order[:-1]:
             here[name][...] = sources[n % 3][name]
+        source, target = sources[n % 3][order[-1]], here[order[-1]]
+        late((32,), (256,), (source, target, np.int64(source.nbytes)))
         return rf.attention_decode(here["q"], here["k"], here["v"], here["lengths"], here.get("table"), return_lse=True)
 
     want = []

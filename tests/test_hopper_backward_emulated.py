@@ -254,7 +254,7 @@ def test_other_calls_go_another_way(options, device_by_name, taken):
 BROKEN = {
     "": ("causal", "", ""),
     "the band is a row wide of the mark": ("causal", "BAND ? (int)clamp(j - call", "BAND ? (int)clamp(j - 1 - call"),
-    "all tiles are taken for plain": ("causal", "if (!plain)", "if (false)"),
+    "all tiles are taken for plain": ("causal", "if (plain) {", "if (true) {"),
     "keys that follow are left": ("lengths", "if (keys_follow && left < BC)", "if (false)"),
     "rows that follow are left": ("packed", "rows_end = rows_follow &&", "rows_end = false &&"),
     "rows that follow are cleared too late": ("packed", "fence_shared();\n                all_meet();", "all_meet();"),
@@ -298,6 +298,7 @@ def test_broken_kernels_are_caught(name, device_by_name, taken, monkeypatch):
 
 
 def test_a_kernel_that_does_not_hide_dS_is_caught(device_by_name, monkeypatch):
-    break_backward(monkeypatch, "if (!plain)\n                    hide(x);\n#pragma", "#pragma")
+    behind = "delta[n / 4 * 4].x);\n                    "  # where dS is computed
+    break_backward(monkeypatch, behind + "if (hidden)", behind + "if (false)")
     with pytest.raises(AssertionError):
         test_what_overflows_is_hidden_where_it_is_not_seen(None, [1])

@@ -169,6 +169,25 @@ def test_other_strides(here):
     here.check(case, reference)
 
 
+DRAWN = {  # and how many pieces there are, of 128 rows
+    "pieces without keys": (dict(B=2, Hq=2, Tq=300, Tk=300, d=256, causal=True, q_offset=-140), 12),
+    "lengths": (dict(B=3, Hq=2, Tq=300, Tk=300, d=256, q_lengths=[300, 0, 10], kv_lengths=[0, 300, 130]), 18),
+    "two places for Q": (dict(B=2, Hq=2, Tq=300, Tk=300, d=128, q_lengths=[300, 0], kv_lengths=[0, 300]), 12),
+}
+
+
+@pytest.mark.parametrize("processors", [1, 3, 7])
+@pytest.mark.parametrize("name", DRAWN)
+def test_each_piece_is_drawn_once(monkeypatch, name, processors):
+    """Whether it has keys or not; a block of threads finds its first piece without a draw, and draws once in vain."""
+    how, pieces = DRAWN[name]
+    here = Here(monkeypatch, processors == 3, processors)
+    here.changes.append(("call.counters[0] = 0;", ";"))
+    problem._MEMO.clear()
+    on_device(make(dtype="bfloat16", **how)).forward()
+    assert here.files == [FILE] and here.counters[-1][0] == pieces
+
+
 @pytest.mark.parametrize("processors", [1, 3, 100])
 def test_any_number_of_blocks_of_threads_shares_the_pieces(monkeypatch, processors):
     here = Here(monkeypatch, processors=processors)

@@ -74,8 +74,8 @@ def _warpgroups(problem: Problem, tiles: Tiles, x: Operands, out: Target, lse: T
     if kernels is None:
         of_head = problem.Tk * (problem.d + problem.dv) * 2  # bytes of K and V
         boxes = (Box("q", tiles.br), Box("k", tiles.bc), Box("v", tiles.bc), Box("o", WARP_ROWS))
-        asked = {"0": (("STATIC_MAXIMUM", 1),), "1": (("STATIC_MAXIMUM", 0),)}.get(os.environ.get(EXACT_MAXIMUM, ""), ())
-        planned = replace(tiles, constants=(*tiles.constants, *asked))
+        asked = {"0": 1, "1": 0}.get(os.environ.get(EXACT_MAXIMUM, ""), dict(tiles.constants)["STATIC_MAXIMUM"])
+        planned = replace(tiles, constants=(*tiles.constants, ("STATIC_MAXIMUM", asked)))
         kernels = launcher(
             "sm90/fa2_forward.cu", problem, planned, x, {"o": out, "lse": lse}, boxes, blocks=blocks,
             section=min(max(WGMMA_SECTION // of_head, 1), problem.B * problem.Hkv) * problem.group,

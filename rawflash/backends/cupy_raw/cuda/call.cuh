@@ -60,16 +60,22 @@ struct Sequence {
     long long offset;  // position of query row 0 on the key axis
 };
 
-__device__ __forceinline__ long long entry(const Table& table, long long b, long long otherwise)
+// EARLY: others may be writing the table, so it is read past L1, where it would stay.
+template <bool EARLY = false, class Number> __device__ __forceinline__ Number number_at(const Number* place)
+{
+    return EARLY ? __ldcg(place) : *place;
+}
+
+template <bool EARLY = false> __device__ __forceinline__ long long entry(const Table& table, long long b, long long otherwise)
 {
     if (table.bytes == 8)
-        return ((const long long*)table.data)[b];
+        return number_at<EARLY>((const long long*)table.data + b);
     if (table.bytes == 4)
-        return ((const int*)table.data)[b];
+        return number_at<EARLY>((const int*)table.data + b);
     return otherwise;
 }
 
-__device__ __forceinline__ Sequence sequence(const Call& call, long long b)
+template <bool EARLY = false> __device__ __forceinline__ Sequence sequence(const Call& call, long long b)
 {
     Sequence s;
     s.b = b;
@@ -82,11 +88,11 @@ __device__ __forceinline__ Sequence sequence(const Call& call, long long b)
     } else {
         s.slot = b;
         s.q_start = s.k_start = 0;
-        s.q_length = clamp(entry(call.q_lengths, b, call.Tq), 0, call.Tq);
-        s.kv_length = clamp(entry(call.kv_lengths, b, call.Tk), 0, call.Tk);
+        s.q_length = clamp(entry<EARLY>(call.q_lengths, b, call.Tq), 0, call.Tq);
+        s.kv_length = clamp(entry<EARLY>(call.kv_lengths, b, call.Tk), 0, call.Tk);
     }
     const long long given = call.offset_given ? call.offset : s.kv_length - s.q_length;
-    s.offset = clamp(entry(call.q_offset, b, given), -FARTHEST, FARTHEST);
+    s.offset = clamp(entry<EARLY>(call.q_offset, b, given), -FARTHEST, FARTHEST);
     return s;
 }
 
@@ -103,9 +109,9 @@ template <> struct Entry<4> { typedef int type; };
 typedef Entry<TABLE_BYTES>::type table_entry;
 
 // What the table says of key j of sequence b, and where that is.
-__device__ __forceinline__ table_entry block_of(const Call& call, long long b, long long j)
+template <bool EARLY = false> __device__ __forceinline__ table_entry block_of(const Call& call, long long b, long long j)
 {
-    return PAGE ? ((const table_entry*)call.block_table.data)[b * call.table_row + (unsigned long long)j / PER_BLOCK] : 0;
+    return PAGE ? number_at<EARLY>((const table_entry*)call.block_table.data + b * call.table_row + (unsigned long long)j / PER_BLOCK) : 0;
 }
 
 __device__ __forceinline__ Place place_in(const Call& call, const Sequence& s, long long j, long long block)

@@ -116,26 +116,17 @@ __device__ __forceinline__ void seen_keys(const Call& call, const Sequence& s, i
     }
 }
 
-// Ask for the rows that a warp reads first, while the grid before this one ends. It may be writing them, and lengths and tables: these are mere
-// hints here, and read past L1, where they would stay. Only where there are few steps: many have memory busy to the end.
-__device__ __forceinline__ void ask_for_first_rows(const Call& call, unsigned b, unsigned h_kv, int first_of_warp, int stride)
+// Ask for the rows that a warp reads first at L2, which sees what others write to them. Half of the lanes for K, half for V.
+__device__ __forceinline__ void ask_for_first_rows(const Call& call, unsigned b, unsigned h_kv, int first_of_warp, int j_high, unsigned block)
 {
-    static_assert(WARP_SIZE == 2 * STEP, "half of the lanes ask for K, half for V");
+    static_assert(WARP_SIZE == 2 * STEP, "a row for each lane");
     constexpr bool WHOLE = ALIGNED && D % 8 == 0 && DV % 8 == 0;  // rows of whole 16 bytes
-    if (!WHOLE || call.Tk > FEW_STEPS * stride || (BAND && call.band_lower > -call.Tk))  // a window begins elsewhere
-        return;
-    const Table& lengths = call.kv_lengths;
-    const long long length = lengths.bytes == 8 ? __ldcg((const long long*)lengths.data + b)
-                                                : lengths.bytes == 4 ? __ldcg((const int*)lengths.data + b) : call.Tk;
     const long long j = first_of_warp + threadIdx.x % STEP;
-    if (j >= least(length, call.Tk))
+    if (!WHOLE || j >= j_high || (PAGE && block == NONE))
         return;
-    Place place = {b, j, true};
-    if constexpr (PAGE)
-        place = place_in(call, {}, j, __ldcg((const table_entry*)call.block_table.data + b * call.table_row + (unsigned long long)j / PER_BLOCK));
     const bool values = threadIdx.x % WARP_SIZE >= STEP;
-    if (place.exists)
-        ask_for_memory(row_of(values ? call.v : call.k, place.slot, h_kv, place.t), (values ? DV : D) * (int)sizeof(elem));
+    const Place place = place_in(call, Sequence{b, b}, j, block);
+    ask_for_memory(row_of(values ? call.v : call.k, place.slot, h_kv, place.t), (values ? DV : D) * (int)sizeof(elem));
 }
 
 // Among how many parts the turns of these keys go round, at least one. The lengths decide, which only the device may know.
@@ -262,16 +253,33 @@ extern "C" __global__ void __launch_bounds__(THREADS) fa2_few_rows(const __grid_
     const int part = (int)(blockIdx.x / row_blocks % most_parts);
     const unsigned b = bh / heads, h_kv = bh % heads, group = (unsigned)call.Hq / heads;
 
+    // Which keys are a warp's: lengths say it, and of a paged cache the table says where they lie. Kernels before this one may be writing both, and
+    // end now: they are read as they are, and believed until rows have been asked for by them.
     let_next_grid_begin();
-    ask_for_first_rows(call, b, h_kv, part * TURN + warp * STEP, (int)most_parts * TURN);
-    await_grids_before();  // whose results may be read from here on
-
-    int j_low, j_high;
-    const Sequence s = sequence(call, b);
-    seen_keys(call, s, j_low, j_high);
-    const int parts = parts_of(call, j_low, j_high), stride = parts * TURN;
-    if (part >= parts)
-        return;
+    Sequence s = sequence<true>(call, b);
+    int j_low, j_high, parts, stride, first_of_warp;
+    auto share_out = [&]() {
+        seen_keys(call, s, j_low, j_high);
+        parts = parts_of(call, j_low, j_high), stride = parts * TURN;
+        first_of_warp = j_low + part * TURN + warp * STEP;
+    };
+    share_out();
+    int asked_for = first_of_warp, steps = 0;  // key of the next unit; steps that were asked for
+    unsigned exist = 0;                        // a bit for each of them: does its block exist? The last one's is the lowest
+    // What the table says, if all keys of a step are in one block: a lane knows it for the n-th of 32 steps, and for that of the next 32, asked for
+    // long before, as it waits behind all the rows that are under way.
+    auto step_of_lane = [&](int first) { return first + (long long)lane * stride; };
+    auto look_up = [&](int first) {
+        const long long j = step_of_lane(first);
+        return IN_ONE_BLOCK && j < j_high ? block_of(call, b, j) : table_entry(-1);
+    };
+    auto known = [&](table_entry found) { return 0 <= found && found < call.cache_blocks ? (unsigned)found : NONE; };
+    unsigned block = NONE, now = NONE;
+    if (IN_ONE_BLOCK && step_of_lane(asked_for) < j_high)
+        now = known(block_of<true>(call, b, step_of_lane(asked_for)));
+    if (call.Tk <= FEW_STEPS * stride)  // more of them have memory busy to the end
+        ask_for_first_rows(call, b, h_kv, first_of_warp, j_high, __shfl_sync(WARP, now, 0));
+    await_grids_before();
 
     // The queue: 16 rows of K, then of V, and so on
     Piece* const queue = (Piece*)on_chip + warp * UNITS * SLOTS * WARP_SIZE;
@@ -282,19 +290,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) fa2_few_rows(const __grid_
     const elem* const from_V = row_of(call.v, entry_of_arrays, h_kv, of_V.row) + 8 * of_V.piece;
     const long long row_K = in_register(call.k.row), row_V = in_register(call.v.row);
     const long long block_K = PAGE ? in_register(call.k.batch) : 0, block_V = PAGE ? in_register(call.v.batch) : 0;
-    // What the table says of a paged cache, if all keys of a step are in one block: a lane knows it for the n-th of 32 steps, and for that of
-    // the next 32, asked for long before, as it waits behind all the rows that are under way.
-    auto look_up = [&](int first) {
-        const long long j = first + (long long)lane * stride;
-        return IN_ONE_BLOCK && j < j_high ? block_of(call, b, j) : table_entry(-1);
-    };
-    auto known = [&](table_entry found) { return 0 <= found && found < call.cache_blocks ? (unsigned)found : NONE; };
-    const int first_of_warp = j_low + part * TURN + warp * STEP;
-    int asked_for = first_of_warp;  // key of the next unit
-    unsigned now = known(look_up(asked_for)), block = NONE;
-    table_entry next = look_up(asked_for + WARP_SIZE * stride);
-    int steps = 0;       // that were asked for
-    unsigned exist = 0;  // a bit for each of them: does its block exist? The last one's is the lowest
+    table_entry next;
     auto ask_for = [&](bool values, int unit) {
         bool there = false;
         if (asked_for < j_high) {
@@ -337,9 +333,30 @@ extern "C" __global__ void __launch_bounds__(THREADS) fa2_few_rows(const __grid_
         }
         commit_group();
     };
+    constexpr int BEGUN = UNITS / 2;  // steps whose K is asked for
+#pragma unroll 1
+    for (;;) {
+        const Sequence truth = sequence(call, b);
+        if (part < parts) {
 #pragma unroll
-    for (int unit = 0; unit < UNITS - 1; unit++)
-        ask_for(unit % 2, unit);
+            for (int unit = 0; unit < UNITS - 1; unit++)
+                ask_for(unit % 2, unit);
+        }
+        // Whole steps, of the same blocks, are what was wanted even if there are more keys now, or fewer
+        const int first = first_of_warp, distance = stride, end = first + (BEGUN - 1) * distance + STEP, high = j_high;
+        s = truth;
+        share_out();
+        const unsigned found = known(look_up(first_of_warp));
+        const bool kept = first == first_of_warp && distance == stride && (high == j_high || (end <= high && end <= j_high)) &&
+                          (lane >= BEGUN || found == now);
+        now = found, next = look_up(first_of_warp + WARP_SIZE * stride);
+        if (__all_sync(WARP, kept))
+            break;
+        await_groups<0>();
+        asked_for = first_of_warp, steps = 0, exist = 0;
+    }
+    if (part >= parts)
+        return;
 
     // Load Q, whose rows are those of several heads
     auto row_at = [&](int n) {

@@ -18,7 +18,7 @@
 // Neighbouring threads that read a row at once, up to a warp; rows that each of them asks for before the first is there.
 __device__ constexpr int lanes_of(int pieces) { return pieces <= 1 ? 1 : 2 * lanes_of((pieces + 1) / 2); }
 constexpr int DELTA_LANES = DV < 32 * CHUNK ? lanes_of((DV + CHUNK - 1) / CHUNK) : 32, AT_ONCE = THREADS / DELTA_LANES;
-constexpr int DELTAS = 4 * AT_ONCE < DELTA_ROWS ? 4 : (DELTA_ROWS + AT_ONCE - 1) / AT_ONCE;
+constexpr int DELTAS = 2 * AT_ONCE < DELTA_ROWS ? 2 : (DELTA_ROWS + AT_ONCE - 1) / AT_ONCE;
 
 extern "C" __global__ void __launch_bounds__(THREADS) row_deltas(const __grid_constant__ Call call)
 {

@@ -4,9 +4,9 @@
 // One warpgroup copies (tensor maps), two compute: each of these owns 64 of the keys, with dK and dV in registers. Everything is transposed,
 // S^T = K Q^T and dP^T = V dO^T, so that P^T and dS^T are factors of dV += P^T dO and dK += dS^T Q where they are, in registers. dS^T goes to
 // shared memory as well, as a factor of dQ_i = dS K, in which both warpgroups' keys have a share. dQ_i is left in shared memory, from where a
-// thread of the first warpgroup adds it to float32 sums in device memory, in the order in which the registers held it. dP is under way while P
-// is computed, dV while dS is, dK while dQ_i is handed on.
-// On chip:  K (Bc, d), V (Bc, dv), STAGES of Q (Br, d) and dO (Br, dv), two dS^T (Bc, Br) in 16 bits; dQ (Br, d); lse and delta (Br), barriers;
+// thread of the first warpgroup adds it to float32 sums in device memory, in the order in which the registers held it. dK is under way while dQ_i is
+// handed on.
+// On chip:  K (Bc, d), V (Bc, dv), STAGES of Q (Br, d) and dO (Br, dv), two dS (Bc, Br) in 16 bits; dQ (Br, d); lse and delta (Br), barriers;
 //           in registers S (Bc, Br), dP (Bc, 64), dK (Bc, d), dV (Bc, dv), dQ (Br, d).
 //
 // fa2_backward_finish: dQ = scale * those sums, row by row.
@@ -31,6 +31,9 @@ constexpr int DQ_COLUMNS = BY_COLUMNS ? TO_D / 2 : TO_D;
 static_assert(!BY_KEYS || BR == 64, "all rows");
 constexpr int PATCH = 64 * DQ_COLUMNS;          // numbers of it
 constexpr int PATCHES = BR * TO_D / PATCH;      // in a block of rows
+
+constexpr bool DS_BY_ROWS = BR == 64;  // dS is on chip with the rows of Q, each warpgroup's keys in a slab of their own; otherwise dS^T, with the keys'
+constexpr int DK_FIRST = BR == 64 ? BR / SUM : BR / SUM * 3 / 4;  // of the products for dK, those that begin before dQ_i is handed on
 
 // Where things are on chip, in bytes.
 constexpr int AT_K = 0, AT_V = AT_K + BC * TO_D * 2, AT_Q = AT_V + BC * TO_V * 2, AT_DO = AT_Q + STAGES * BR * TO_D * 2;
@@ -167,6 +170,13 @@ template <int ROWS> __device__ __forceinline__ void load_factor(unsigned (&facto
     }
 }
 
+// 16 rows of dS, the n-th of a block, to a slab of the warpgroup's keys.
+__device__ __forceinline__ void store_across(unsigned char* slab, int n, const unsigned (&factor)[4])
+{
+    const int lane = threadIdx.x % WARP_LANES, warp = threadIdx.x / WARP_LANES % WARPS, matrix = lane / 8;
+    store_matrices<true>(slab + in_slab(16 * n + matrix / 2 * 8 + lane % 8, 2 * warp + matrix % 2), factor[0], factor[1], factor[2], factor[3]);
+}
+
 __device__ __forceinline__ void all_meet() { meet(ALL_MEET, COMPUTING * WARPGROUP); }
 
 __device__ __forceinline__ void compute_all(const Call& call, const Work& work, unsigned char* on_chip, Barrier* barriers)
@@ -212,8 +222,8 @@ __device__ __forceinline__ void compute_all(const Call& call, const Work& work, 
             factor(on_chip + AT_K + (BY_COLUMNS ? mine * BC * SLAB_ROW : BY_KEYS ? first_key * SLAB_ROW : 0), BC * SLAB_ROW);
         const unsigned long long Q = factor(on_chip + AT_Q), Q_across = factor(on_chip + AT_Q, BR * SLAB_ROW);
         const unsigned long long dO = factor(on_chip + AT_DO), dO_across = factor(on_chip + AT_DO, BR * SLAB_ROW);
-        const unsigned long long dS_across =
-            factor(on_chip + AT_DS + (BY_ROWS ? mine * BC * SLAB_ROW : BY_KEYS ? first_key * SLAB_ROW : 0), BC * SLAB_ROW);
+        const unsigned long long dS_rows = factor(on_chip + AT_DS + (BY_KEYS ? mine * BR * SLAB_ROW : 0));
+        const unsigned long long dS_across = factor(on_chip + AT_DS + (BY_ROWS ? mine * BC * SLAB_ROW : 0), BC * SLAB_ROW);
 
         Ring<STAGES> at;
         int i0 = first_rows(work);
@@ -281,14 +291,8 @@ __device__ __forceinline__ void compute_all(const Call& call, const Work& work, 
             unsigned P[BR / SUM][4], dS[BR / SUM][4];
 #pragma unroll
             for (int r = 0; r < PARTS; r++) {
-                // P = exp(S - lse), at most 1 whatever was rounded; NaN stays NaN
                 const float2* const lse = (const float2*)(on_chip + AT_LSE) + at.stage * (BR / 2) + r * (PART / 2) + lane % 4;
-                float x[PART / 2];
-#pragma unroll
-                for (int n = 0; n < PART / 2; n++) {
-                    const float minus = n % 2 ? -lse[n / 4 * 4].y : -lse[n / 4 * 4].x;
-                    x[n] = exp2_approximately(least_or_nan(fmaf(S[r * (PART / 2) + n], scale, minus), 0.0f));
-                }
+                const float2* const delta = (const float2*)(on_chip + AT_DELTA) + at.stage * (BR / 2) + r * (PART / 2) + lane % 4;
                 // Column 8 (n / 4) + n % 2 after the lane's first is the row, counted from i0
                 const auto hide = [&](float (&x)[PART / 2]) {
 #pragma unroll
@@ -296,32 +300,49 @@ __device__ __forceinline__ void compute_all(const Call& call, const Work& work, 
                         if ((unsigned)(i0 - first[n / 2 % 2] + r * PART + 8 * (n / 4) + n % 2) >= (unsigned)count[n / 2 % 2])
                             x[n] = 0.0f;
                 };
-                if (!plain)
-                    hide(x);
-                await_products<0>();  // dP
+                // P = exp(S - lse), at most 1 whatever was rounded; NaN stays NaN. dS = P (dP - delta). Without a branch between them, most exponentials
+                // are taken as dS is computed.
+                const auto differentiate = [&](const bool hidden, const float unit) __attribute__((always_inline)) {
+                    float x[PART / 2];
+#pragma unroll
+                    for (int n = 0; n < PART / 2; n++)
+                        x[n] = exp2_approximately(
+                            least_or_nan(fmaf(S[r * (PART / 2) + n], unit, n % 2 ? -lse[n / 4 * 4].y : -lse[n / 4 * 4].x), 0.0f));
+                    if (hidden)
+                        hide(x);
+#pragma unroll
+                    for (int n = 0; n < PART / SUM; n++)
+                        to_factor(P[r * (PART / SUM) + n], x, n);
+                    await_products<0>();  // dP
+#pragma unroll
+                    for (int n = 0; n < PART / 2; n++)
+                        x[n] *= dP[n] - (n % 2 ? delta[n / 4 * 4].y : delta[n / 4 * 4].x);
+                    if (hidden)
+                        hide(x);
+#pragma unroll
+                    for (int n = 0; n < PART / SUM; n++) {
+                        const int row = r * (PART / SUM) + n;
+                        to_factor(dS[row], x, n);
+                        if constexpr (DS_BY_ROWS)
+                            store_across(tile + mine * BR * SLAB_ROW, row, dS[row]);
+                        else
+                            store_factor<BC>(tile, first_key, row, dS[row]);
+                    }
+                };
+                if (plain) {
+                    float unit[1] = {scale};
+                    pin(unit);  // another number to the compiler, which would take what both have in common before the branch
+                    differentiate(false, unit[0]);
+                } else {
+                    differentiate(true, scale);
+                }
 
                 // dV += P^T dO
-#pragma unroll
-                for (int n = 0; n < PART / SUM; n++)
-                    to_factor(P[r * (PART / SUM) + n], x, n);
                 fence_products();
 #pragma unroll
                 for (int n = 0; n < PART / SUM; n++)
                     multiply_rs<TO_V, true>(dV, P[r * (PART / SUM) + n], moved(dO_across, r * PART * SLAB_ROW + n * ROW_STEP) + of_o, true);
                 commit_products();
-
-                // dS = P (dP - delta)
-                const float2* const delta = (const float2*)(on_chip + AT_DELTA) + at.stage * (BR / 2) + r * (PART / 2) + lane % 4;
-#pragma unroll
-                for (int n = 0; n < PART / 2; n++)
-                    x[n] *= dP[n] - (n % 2 ? delta[n / 4 * 4].y : delta[n / 4 * 4].x);
-                if (!plain)
-                    hide(x);
-#pragma unroll
-                for (int n = 0; n < PART / SUM; n++) {
-                    to_factor(dS[r * (PART / SUM) + n], x, n);
-                    store_factor<BC>(tile, first_key, r * (PART / SUM) + n, dS[r * (PART / SUM) + n]);
-                }
                 if (r + 1 < PARTS)
                     begin_dP(r + 1);
             }
@@ -333,19 +354,29 @@ __device__ __forceinline__ void compute_all(const Call& call, const Work& work, 
             fence_products();
 #pragma unroll
             for (int n = 0; n < (BY_KEYS ? KEYS : BC) / SUM; n++)
-                multiply_ss<DQ_COLUMNS, true, true>(dQ, moved(dS_across, n * ROW_STEP) + of_s, moved(K_across, n * ROW_STEP), n > 0);
+                if constexpr (DS_BY_ROWS)
+                    multiply_ss<DQ_COLUMNS, false, true>(dQ, moved(dS_rows, column_step<BR>(n)) + of_s, moved(K_across, n * ROW_STEP), n > 0);
+                else
+                    multiply_ss<DQ_COLUMNS, true, true>(dQ, moved(dS_across, n * ROW_STEP) + of_s, moved(K_across, n * ROW_STEP), n > 0);
             commit_products();
 
-            // dK += dS^T Q
+            // dK += dS^T Q, and dQ_i is handed on
+            const auto begin_dK = [&](int from, int to) {
 #pragma unroll
-            for (int n = 0; n < BR / SUM; n++)
-                multiply_rs<TO_D, true>(dK, dS[n], moved(Q_across, n * ROW_STEP) + of_q, true);
-            commit_products();
+                for (int n = from; n < to; n++)
+                    multiply_rs<TO_D, true>(dK, dS[n], moved(Q_across, n * ROW_STEP) + of_q, true);
+                commit_products();
+            };
+            begin_dK(0, DK_FIRST);
             await_products<1>();  // dV, dQ
             await(barriers + DQ_READ, (work.steps - steps & 1) ^ 1);  // that of the step before is on its way
 #pragma unroll
             for (int n = 0; n < DQ_COLUMNS / 8; n++)
                 passed[n * WARP_LANES] = make_float4(dQ[4 * n], dQ[4 * n + 1], dQ[4 * n + 2], dQ[4 * n + 3]);
+            if constexpr (DK_FIRST < BR / SUM) {
+                fence_products();
+                begin_dK(DK_FIRST, BR / SUM);
+            }
             fence_shared();
             arrive_as_warp(barriers + DQ_THERE, lane);
             await_products<0>();  // dK, whose factor dS is in registers

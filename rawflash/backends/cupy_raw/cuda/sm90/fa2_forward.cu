@@ -89,11 +89,15 @@ struct Line {
     unsigned at, end;     // this block of threads: what is left of its share
 };
 
+// Where there is one place for Q, is the next piece described while it is taken? Shared pieces leave no register for it.
+constexpr bool EARLY = Q_BUFFERS == 1 && !BALANCED;
+constexpr unsigned DESCRIBED = EARLY ? 2 : Q_BUFFERS;
+
 struct Rest {
     Barrier full_Q[Q_BUFFERS], empty_Q[Q_BUFFERS], full_K[STAGES], empty_K[STAGES], full_V[STAGES], empty_V[STAGES];
     Barrier settled;  // no warp has anything to add to the list of pieces to be done again
     Barrier parts;    // what others have of the last piece is there
-    Piece piece[Q_BUFFERS];
+    Piece piece[DESCRIBED];
     unsigned first_again, last_again;  // its first entry, and the piece that was added last
     Line line;
     float pin[CONSUMERS * WARPGROUP];
@@ -238,7 +242,8 @@ __device__ __forceinline__ int others_of(const Line& line, unsigned blocks)
 
 __device__ __forceinline__ unsigned draw(unsigned* counter) { return atomicAdd(counter, 1u); }
 
-// One thread: begins all copies of all pieces.
+// One thread: begins all copies of all pieces. EARLY: the next piece is described, its Q asked for at L2 and its first K copied while the place for Q
+// is taken. A description has one of two places, and its own is free when Q of the piece before could be copied.
 __device__ __forceinline__ void produce(const MappedCall& argument, unsigned char* on_chip, Rest& rest)
 {
     const Call& call = argument.call;
@@ -247,11 +252,17 @@ __device__ __forceinline__ void produce(const MappedCall& argument, unsigned cha
     unsigned given = 0, n = 0;  // pieces, and blocks of keys, so far
     bool again = false;         // those of the list
     for (unsigned number = place_in_line(), next;; number = next) {
-        const unsigned slot = given % Q_BUFFERS;
-        await(&rest.empty_Q[slot], (given / Q_BUFFERS & 1) ^ 1);
-        Piece& piece = rest.piece[slot];
+        const unsigned slot = given % Q_BUFFERS, parity = (given / Q_BUFFERS & 1) ^ 1;
+        if constexpr (!EARLY)
+            await(&rest.empty_Q[slot], parity);
+        const auto await_place = [&]() {
+            if constexpr (EARLY)
+                await(&rest.empty_Q[slot], parity);
+        };
+        Piece& piece = rest.piece[given % DESCRIBED];
         if (again ? number == NONE : number >= count && (!BALANCED || line.at == line.end)) {
             piece.number = NONE;
+            await_place();
             arrive(&rest.full_Q[slot]);
             given++;
             if (again)
@@ -275,32 +286,51 @@ __device__ __forceinline__ void produce(const MappedCall& argument, unsigned cha
             line.at = at + share.to - share.from;
             piece.others = share.from > 0 ? FOR_ANOTHER : others_of(line, of_piece - share.to);
         } else {
-            next = gridDim.x + (DYNAMIC ? draw(call.counters) : number);  // asked for long before it is needed
+            next = gridDim.x + number;
         }
-        if (!describe(piece, call, number, share))
+        // Who draws the next piece before this one is nearly done may find itself with a long one that others have the time for
+        const auto draw_next = [&]() {
+            if (DYNAMIC && !again)
+                next = gridDim.x + draw(call.counters);
+        };
+        if (!describe(piece, call, number, share)) {
+            draw_next();
             continue;
+        }
         given++;
         const int blocks = piece.blocks, batch = piece.batch, k_head = piece.k_head;
         if (blocks == 0) {
+            draw_next();
+            await_place();
             arrive(&rest.full_Q[slot]);
             continue;
         }
+        int k_row = piece.k_row + piece.start;
+        const auto copy_keys = [&](int j) {
+            const unsigned stage = (n + j) % STAGES;
+            await(&rest.empty_K[stage], ((n + j) / STAGES & 1) ^ 1);
+            arrive_expecting(&rest.full_K[stage], K_BYTES);
+#pragma unroll
+            for (int x = 0; x < SLABS_D; x++)
+                copy_box(on_chip + AT_K + stage * K_BYTES + x * BC * SLAB_ROW, argument.map[1], &rest.full_K[stage], x * SLAB, k_row, k_head, batch);
+        };
+        if constexpr (EARLY) {
+#pragma unroll
+            for (int x = 0; x < SLABS_D; x++)
+                ask_for_box(argument.map[0], x * SLAB, piece.row, piece.head, batch);
+            copy_keys(0);
+        }
+        await_place();
         arrive_expecting(&rest.full_Q[slot], Q_BYTES);
 #pragma unroll
         for (int x = 0; x < SLABS_D; x++)
             copy_box(on_chip + slot * Q_BYTES + x * BR * SLAB_ROW, argument.map[0], &rest.full_Q[slot], x * SLAB, piece.row, piece.head, batch);
-        int k_row = piece.k_row + piece.start;
 #pragma unroll 1
         for (int j = 0; j <= blocks; j++, k_row -= BC) {
-            if (j < blocks) {
-                const unsigned stage = (n + j) % STAGES;
-                await(&rest.empty_K[stage], ((n + j) / STAGES & 1) ^ 1);
-                arrive_expecting(&rest.full_K[stage], K_BYTES);
-#pragma unroll
-                for (int x = 0; x < SLABS_D; x++)
-                    copy_box(on_chip + AT_K + stage * K_BYTES + x * BC * SLAB_ROW, argument.map[1], &rest.full_K[stage], x * SLAB, k_row, k_head,
-                             batch);
-            }
+            if (j < blocks && (!EARLY || j > 0))
+                copy_keys(j);
+            if (j == blocks - 1)
+                draw_next();  // it is there when the last V is copied
             if (j > 0) {
                 const unsigned stage = (n + j - 1) % STAGES;
                 await(&rest.empty_V[stage], ((n + j - 1) / STAGES & 1) ^ 1);
@@ -533,12 +563,15 @@ struct Consumer {
     __device__ __forceinline__ void catch_up(float (&sums)[2], float (&alpha)[2])
     {
         const float c = unit[0];
+        float scale[1] = {c};
+        pin(scale);  // its inverse is computed here, not kept
+        const float inverse = reciprocal_approximately(scale[0]);
 #pragma unroll
         for (int r = 0; r < 2; r++) {
             float most = sums[r];  // at least its largest P
             most = fmaxf(most, __shfl_xor_sync(WARP, most, 1));
             most = fmaxf(most, __shfl_xor_sync(WARP, most, 2));
-            const float now = most > MOST_LAG ? m[r] + log2_approximately(most) / c : m[r];
+            const float now = most > MOST_LAG ? m[r] + log2_approximately(most) * inverse : m[r];
             // Where P is so large that alpha may come out as 0, l becomes an infinity or NaN: such rows are done again
             alpha[r] = now == m[r] ? 1.0f : most < MOST_SUM ? exp2_approximately(m[r] * c - now * c) : INFINITE;
             m[r] = now;
@@ -928,12 +961,11 @@ extern "C" __global__ void __launch_bounds__(ALL_THREADS, 1) fa2_forward(const _
     for (;; given++) {
         const unsigned slot = given % Q_BUFFERS;
         await(&rest.full_Q[slot], given / Q_BUFFERS & 1);
-        const Piece& piece = rest.piece[slot];
-        if (piece.number == NONE)
+        if (rest.piece[given % DESCRIBED].number == NONE)
             break;
         consumer.take_part(given);
-        consumer.attend<false>(piece, slot);
-        consumer.finish<false>(piece, slot);
+        consumer.attend<false>(rest.piece[once_more(given) % DESCRIBED], slot);
+        consumer.finish<false>(rest.piece[once_more(given) % DESCRIBED], slot);
     }
     // What was stored is there before it is stored again
     __syncwarp();
@@ -945,12 +977,11 @@ extern "C" __global__ void __launch_bounds__(ALL_THREADS, 1) fa2_forward(const _
     for (given++;; given++) {
         const unsigned slot = given % Q_BUFFERS;
         await(&rest.full_Q[slot], given / Q_BUFFERS & 1);
-        const Piece& piece = rest.piece[slot];
-        if (piece.number == NONE)
+        if (rest.piece[given % DESCRIBED].number == NONE)
             break;
         consumer.take_part(given);
-        consumer.attend<true>(piece, slot);
-        consumer.finish<true>(piece, slot);
+        consumer.attend<true>(rest.piece[once_more(given) % DESCRIBED], slot);
+        consumer.finish<true>(rest.piece[once_more(given) % DESCRIBED], slot);
     }
     if (consumer.lane == 0)
         await_stores_read<0>();  // shared memory is given back

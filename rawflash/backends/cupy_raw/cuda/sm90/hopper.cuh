@@ -101,7 +101,7 @@ __device__ __forceinline__ void meet(int id, int count)
     asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(count) : "memory");
 }
 
-// The same where warps come from different places of the code: the quicker form promises that all who wait do so at one instruction.
+// The same where warps that wait come from different places of the code, which compute-sanitizer takes for a fault of the other form.
 __device__ __forceinline__ void meet_from_apart(int id, int count)
 {
     come_together();
@@ -127,6 +127,13 @@ __device__ __forceinline__ void copy_box(void* to, const TensorMap& map, Barrier
 {
     asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4, %5}], [%6];"
                  ::"r"(shared_address(to)), "l"(&map), "r"(column), "r"(row), "r"(head), "r"(batch), "r"(shared_address(barrier)) : "memory");
+}
+
+// Such a box is asked for at L2.
+__device__ __forceinline__ void ask_for_box(const TensorMap& map, int column, int row, int head, int batch)
+{
+    asm volatile("cp.async.bulk.prefetch.tensor.4d.L2.global.tile [%0, {%1, %2, %3, %4}];"
+                 ::"l"(&map), "r"(column), "r"(row), "r"(head), "r"(batch) : "memory");
 }
 
 // The same from shared memory; what lies outside of the matrix is not written.
