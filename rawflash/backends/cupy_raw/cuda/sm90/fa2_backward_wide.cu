@@ -246,8 +246,8 @@ __device__ __forceinline__ void compute_scores(const Call& call, const Work& wor
 
             const auto dispose = [&]() {
                 await_products<OVERLAP ? 1 : 0>();  // dV of the step before
-                if (last >= 0 && lane == 0)
-                    arrive(barriers + O_READ + last);
+                if (last >= 0)
+                    arrive_as_warp(barriers + O_READ + last, lane);
             };
 
             // S^T = K Q^T
@@ -297,8 +297,7 @@ __device__ __forceinline__ void compute_scores(const Call& call, const Work& wor
             // dV += P^T dO
             await(barriers + O_THERE + stage, at.parity);
             dV.add(P, dO_across + stage * (DO_BYTES >> 4));
-            if (lane == 0)
-                arrive(barriers + Q_READ + stage);  // and lse
+            arrive_as_warp(barriers + Q_READ + stage, lane);  // and lse
 
             last = stage;
             at.next();
@@ -330,8 +329,8 @@ __device__ __forceinline__ void compute_slopes(const Call& call, const Work& wor
 
             const auto dispose = [&]() {
                 await_products<OVERLAP ? 1 : 0>();  // dK of the step before
-                if (last >= 0 && lane == 0)
-                    arrive(barriers + Q_READ + last);
+                if (last >= 0)
+                    arrive_as_warp(barriers + Q_READ + last, lane);
             };
 
             // dP^T = V dO^T
@@ -388,8 +387,7 @@ __device__ __forceinline__ void compute_slopes(const Call& call, const Work& wor
             // dK += dS^T Q
             await(barriers + Q_THERE + stage, at.parity);
             dK.add(dS, Q_across + stage * (Q_BYTES >> 4));
-            if (lane == 0)
-                arrive(barriers + O_READ + stage);  // and delta
+            arrive_as_warp(barriers + O_READ + stage, lane);  // and delta
 
             last = stage;
             at.next();
@@ -480,8 +478,8 @@ extern "C" __global__ void __launch_bounds__(KEYS_THREADS, 1) fa2_backward_keys(
         for (int n = 0; n < STAGES; n++) {
             init_barrier(barriers + Q_THERE + n, 1 + WARP_LANES);  // who begins the copy, and all lanes with their numbers
             init_barrier(barriers + O_THERE + n, 1 + WARP_LANES);
-            init_barrier(barriers + Q_READ + n, BOTH / WARP_LANES);
-            init_barrier(barriers + O_READ + n, BOTH / WARP_LANES);
+            init_barrier(barriers + Q_READ + n, BOTH / WARP_LANES * ARRIVALS);
+            init_barrier(barriers + O_READ + n, BOTH / WARP_LANES * ARRIVALS);
         }
         fence_barriers();
     }
