@@ -245,7 +245,7 @@ __device__ __forceinline__ void compute_all(const Call& call, const Work& work, 
         }
 
         for (int steps = work.steps; steps > 0; steps--) {
-                const bool rows_end = rows_follow && i0 + BR > q_length;
+            const bool rows_end = rows_follow && i0 + BR > q_length;
             unsigned char* const tile = on_chip + AT_DS + steps % S_STAGES * (BC * BR * 2);
             const int of_q = at.stage * (BR * TO_D * 2 >> 4), of_o = at.stage * (BR * TO_V * 2 >> 4);
             const int of_s = steps % S_STAGES * (BC * BR * 2 >> 4);
