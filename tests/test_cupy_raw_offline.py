@@ -529,7 +529,7 @@ def test_backward_products_of_warpgroups_overlap(dtype, d, options, tmp_path):
     behind = [re.split("BRA|WARPGROUP.ARRIVE", part)[0] for part in " ".join(code).split("WARPGROUP.DEPBAR")[1:]]
     computing = [part.partition("FADD")[2] for part in behind if part.count("FADD") == 32]
     assert len(computing) == 2 * br // 64  # where something is hidden and where nothing is, of each 64 rows
-    assert all(part.count("MUFU.EX2") >= 12 for part in computing), [part.count("MUFU.EX2") for part in computing]
+    assert all(part.count("MUFU.EX2") > 16 for part in computing), [part.count("MUFU.EX2") for part in computing]
 
 
 @pytest.mark.parametrize("options", ["plain", "causal", "packed"])
