@@ -368,7 +368,7 @@ __device__ __forceinline__ void compute_all(const Call& call, const Work& work, 
 #pragma unroll
             for (int n = 0; n < (BY_KEYS ? KEYS : BC) / SUM; n++)
                 if constexpr (DQ_ACROSS)
-                    multiply_ss<BR, true, false>(dQ, moved(K_across, n * ROW_STEP), moved(dS_rows, column_step<BR>(n)) + of_s, n > 0);
+                    multiply_ss<DQ_COLUMNS, true, false>(dQ, moved(K_across, n * ROW_STEP), moved(dS_rows, column_step<BR>(n)) + of_s, n > 0);
                 else if constexpr (DS_BY_ROWS)
                     multiply_ss<DQ_COLUMNS, false, true>(dQ, moved(dS_rows, column_step<BR>(n)) + of_s, moved(K_across, n * ROW_STEP), n > 0);
                 else
