@@ -17,13 +17,19 @@
 
 #include "backward.cuh"
 
-constexpr bool V_IN_REGISTERS = BR == 128;           // a factor that may be in shared memory, too: where registers are left for it
 constexpr int COMPUTING = 2, KEYS = BC / COMPUTING;  // warpgroups, and the keys of each
 constexpr int KEYS_THREADS = (1 + COMPUTING) * WARPGROUP;
-constexpr int STAGES = BR == 64 ? 3 : 2, S_STAGES = 2;  // of Q and dO on chip; of dS
-constexpr int COPYING = ceil_div(BR < 96 ? BR : 64, WARP_LANES) * WARP_LANES;                             // threads that copy; one of the next warp adds to dQ's sums
-constexpr int PART = BR < 128 ? BR : 64, PARTS = BR / PART;             // rows that dP has at a time
+constexpr int STAGES = BR == 64 ? 3 : 2, S_STAGES = 2;            // of Q and dO on chip; of dS
+constexpr int COPYING = ceil_div(BR < 128 ? BR : 64, WARP_LANES) * WARP_LANES;  // threads that copy; one of the next warp adds to dQ's sums
+constexpr int PART = BR < 128 ? BR : 64, PARTS = BR / PART;        // rows that dP has at a time
+constexpr int SOME = BR == 80 ? SUM : PART;                        // of them, rows that dS is computed of at a time: fewer need fewer registers
 static_assert(KEYS == 64 && BR % SUM == 0 && BR % PART == 0, "what products can do");
+
+// Steps of SUM columns of dP = V dO^T whose factor V is in registers, not in shared memory, which is what bounds this kernel: as many as there is
+// room for. So no product reads that slab of V any more: there is what hides keys of a lane, as few blocks of rows need it.
+constexpr int V_HELD = BR == 128 ? TO_V / SUM : BR == 64 ? 4 : 0;
+constexpr bool LIMITS_ON_CHIP = BAND && BR == 64;
+static_assert(V_HELD <= TO_V / SUM && (!LIMITS_ON_CHIP || V_HELD >= SLAB / SUM), "a slab");
 
 // Who computes which part of dQ_i, 64 rows each: half of the columns, or half of the rows; or all of it, from the warpgroup's own keys.
 constexpr bool BY_COLUMNS = BR < 128 && TO_D == 128, BY_ROWS = BR == 128 && TO_D == 64, BY_KEYS = !BY_COLUMNS && !BY_ROWS;
@@ -34,7 +40,6 @@ constexpr int DQ_COLUMNS = DQ_ACROSS ? BR : BY_COLUMNS ? TO_D / 2 : TO_D;  // of
 constexpr int PATCH = 64 * DQ_COLUMNS;          // numbers of it
 constexpr int PATCHES = BR * TO_D / PATCH;      // in a block of rows
 
-constexpr bool LATE = BR == 80;
 constexpr bool DS_BY_ROWS = BR < 128;  // dS is on chip with the rows of Q, each warpgroup's keys in a slab of their own; otherwise dS^T, with the keys'
 constexpr int DK_FIRST = BR < 128 ? BR / SUM : BR / SUM * 3 / 4;  // of the products for dK, those that begin before dQ_i is handed on
 
@@ -244,11 +249,14 @@ __device__ __forceinline__ void compute_all(const Call& call, const Work& work, 
             all_meet();
         }
 
-        unsigned V_mine[V_IN_REGISTERS ? TO_V / SUM : 1][4];
-        if constexpr (V_IN_REGISTERS) {
+        unsigned V_mine[V_HELD > 0 ? V_HELD : 1][4];
 #pragma unroll
-            for (int n = 0; n < TO_V / SUM; n++)
-                load_factor<BC>(V_mine[n], on_chip + AT_V, first_key, n);
+        for (int n = 0; n < V_HELD; n++)
+            load_factor<BC>(V_mine[n], on_chip + AT_V, first_key, n);
+        int4* const limits = (int4*)(on_chip + AT_V + first_key * SLAB_ROW) + threadIdx.x % WARPGROUP;
+        if constexpr (LIMITS_ON_CHIP) {
+            meet(WARPGROUP_MEETS + mine, WARPGROUP);  // V is read
+            *limits = make_int4(first[0], first[1], count[0], count[1]);
         }
 
         for (int steps = work.steps; steps > 0; steps--) {
@@ -278,8 +286,8 @@ __device__ __forceinline__ void compute_all(const Call& call, const Work& work, 
 #pragma unroll
                 for (int n = 0; n < TO_V / SUM; n++) {
                     const unsigned long long rows = moved(dO, r * PART * SLAB_ROW + column_step<BR>(n)) + of_o;
-                    if constexpr (V_IN_REGISTERS)
-                        multiply_rs<PART>(dP, V_mine[n], rows, n > 0);
+                    if (n < V_HELD)
+                        multiply_rs<PART>(dP, V_mine[n < V_HELD ? n : 0], rows, n > 0);
                     else
                         multiply_ss<PART>(dP, moved(V, column_step<BC>(n)), rows, n > 0);
                 }
@@ -301,43 +309,50 @@ __device__ __forceinline__ void compute_all(const Call& call, const Work& work, 
                 const float2* const lse = (const float2*)(on_chip + AT_LSE) + at.stage * (BR / 2) + r * (PART / 2) + lane % 4;
                 const float2* const delta = (const float2*)(on_chip + AT_DELTA) + at.stage * (BR / 2) + r * (PART / 2) + lane % 4;
                 // Column 8 (n / 4) + n % 2 after the lane's first is the row, counted from i0
-                const auto hide = [&](float (&x)[PART / 2], int from, int to) {
+                const auto hide = [&](float (&x)[PART / 2], const int4 limit, int from, int to) {
 #pragma unroll
                     for (int n = from; n < to; n++)
-                        if ((unsigned)(i0 - first[n / 2 % 2] + r * PART + 8 * (n / 4) + n % 2) >= (unsigned)count[n / 2 % 2])
+                        if ((unsigned)(i0 - (n / 2 % 2 ? limit.y : limit.x) + r * PART + 8 * (n / 4) + n % 2) >=
+                            (unsigned)(n / 2 % 2 ? limit.w : limit.z))
                             x[n] = 0.0f;
                 };
-                // P = exp(S - lse), at most 1 whatever was rounded; NaN stays NaN. dS = P (dP - delta). Without a branch between them, most exponentials
-                // are taken as dS is computed.
+                // P = exp(S - lse), at most 1 whatever was rounded, NaN stays NaN; 0 for keys that do not exist. dS = P (dP - delta). Without a branch
+                // between them, most exponentials are taken as dS is computed.
                 const auto differentiate = [&](const bool hidden, const float unit) __attribute__((always_inline)) {
                     float x[PART / 2];
+                    int4 limit = make_int4(0, 0, 0, 0);
+                    if (hidden)
+                        limit = LIMITS_ON_CHIP ? *limits : make_int4(first[0], first[1], count[0], count[1]);
 #pragma unroll
                     for (int n = 0; n < PART / 2; n++)
                         x[n] = exp2_approximately(
                             least_or_nan(fmaf(S[r * (PART / 2) + n], unit, n % 2 ? -lse[n / 4 * 4].y : -lse[n / 4 * 4].x),
                                          BAND ? 0.0f : most[n / 2 % 2]));
                     if (hidden)
-                        hide(x, 0, PART / 2);
-                    if constexpr (!LATE)
+                        hide(x, limit, 0, PART / 2);
+                    if constexpr (SOME == PART)
 #pragma unroll
                         for (int n = 0; n < PART / SUM; n++)
                             to_factor(P[r * (PART / SUM) + n], x, n);
                     await_products<0>();  // dP
 #pragma unroll
-                    for (int n = 0; n < PART / SUM; n++) {
-                        const int row = r * (PART / SUM) + n;
-                        if constexpr (LATE)
-                            to_factor(P[row], x, n);
+                    for (int some = 0; some < PART / SUM; some += SOME / SUM) {
+                        if constexpr (SOME < PART)
+                            to_factor(P[r * (PART / SUM) + some], x, some);
 #pragma unroll
-                        for (int e = 8 * n; e < 8 * n + 8; e++)
-                            x[e] *= dP[e] - (e % 2 ? delta[e / 4 * 4].y : delta[e / 4 * 4].x);
+                        for (int n = 8 * some; n < 8 * some + SOME / 2; n++)
+                            x[n] *= dP[n] - (n % 2 ? delta[n / 4 * 4].y : delta[n / 4 * 4].x);
                         if (hidden)
-                            hide(x, 8 * n, 8 * n + 8);
-                        to_factor(dS[row], x, n);
-                        if constexpr (DS_BY_ROWS)
-                            store_across(tile + mine * BR * SLAB_ROW, row, dS[row]);
-                        else
-                            store_factor<BC>(tile, first_key, row, dS[row]);
+                            hide(x, limit, 8 * some, 8 * some + SOME / 2);
+#pragma unroll
+                        for (int n = some; n < some + SOME / SUM; n++) {
+                            const int row = r * (PART / SUM) + n;
+                            to_factor(dS[row], x, n);
+                            if constexpr (DS_BY_ROWS)
+                                store_across(tile + mine * BR * SLAB_ROW, row, dS[row]);
+                            else
+                                store_factor<BC>(tile, first_key, row, dS[row]);
+                        }
                     }
                 };
                 if (!BAND) {
