@@ -253,10 +253,10 @@ __device__ __forceinline__ void compute_all(const Call& call, const Work& work, 
 #pragma unroll
         for (int n = 0; n < V_HELD; n++)
             load_factor<BC>(V_mine[n], on_chip + AT_V, first_key, n);
-        int4* const limits = (int4*)(on_chip + AT_V + first_key * SLAB_ROW) + threadIdx.x % WARPGROUP;
+        uint4* const limits = (uint4*)(on_chip + AT_V + first_key * SLAB_ROW) + threadIdx.x % WARPGROUP;
         if constexpr (LIMITS_ON_CHIP) {
             meet(WARPGROUP_MEETS + mine, WARPGROUP);  // V is read
-            *limits = make_int4(first[0], first[1], count[0], count[1]);
+            *limits = make_uint4(first[0], first[1], count[0], count[1]);
         }
 
         for (int steps = work.steps; steps > 0; steps--) {
@@ -309,20 +309,20 @@ __device__ __forceinline__ void compute_all(const Call& call, const Work& work, 
                 const float2* const lse = (const float2*)(on_chip + AT_LSE) + at.stage * (BR / 2) + r * (PART / 2) + lane % 4;
                 const float2* const delta = (const float2*)(on_chip + AT_DELTA) + at.stage * (BR / 2) + r * (PART / 2) + lane % 4;
                 // Column 8 (n / 4) + n % 2 after the lane's first is the row, counted from i0
-                const auto hide = [&](float (&x)[PART / 2], const int4 limit, int from, int to) {
+                const auto hide = [&](float (&x)[PART / 2], const uint4 limit, int from, int to) {
 #pragma unroll
                     for (int n = from; n < to; n++)
-                        if ((unsigned)(i0 - (n / 2 % 2 ? limit.y : limit.x) + r * PART + 8 * (n / 4) + n % 2) >=
-                            (unsigned)(n / 2 % 2 ? limit.w : limit.z))
+                        if (i0 - (n / 2 % 2 ? limit.y : limit.x) + r * PART + 8 * (n / 4) + n % 2 >=
+                            (n / 2 % 2 ? limit.w : limit.z))
                             x[n] = 0.0f;
                 };
                 // P = exp(S - lse), at most 1 whatever was rounded, NaN stays NaN; 0 for keys that do not exist. dS = P (dP - delta). Without a branch
                 // between them, most exponentials are taken as dS is computed.
                 const auto differentiate = [&](const bool hidden, const float unit) __attribute__((always_inline)) {
                     float x[PART / 2];
-                    int4 limit = make_int4(0, 0, 0, 0);
+                    uint4 limit = make_uint4(0, 0, 0, 0);
                     if (hidden)
-                        limit = LIMITS_ON_CHIP ? *limits : make_int4(first[0], first[1], count[0], count[1]);
+                        limit = LIMITS_ON_CHIP ? *limits : make_uint4(first[0], first[1], count[0], count[1]);
 #pragma unroll
                     for (int n = 0; n < PART / 2; n++)
                         x[n] = exp2_approximately(
