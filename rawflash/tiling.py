@@ -98,10 +98,9 @@ WGMMA_PART_REST = 8  # numbers of a row of a part beside its sums
 WGMMA_BALANCED_MOST = 1 << 30  # blocks of keys of all shared pieces, so that their numbers have 32 bits
 WGMMA_SECTION = 32 << 20  # bytes of K and V that stay in L2
 WGMMA_BACKWARD = {64: 128, 128: 64}  # Br, by the wider of d and dv
-WGMMA_BACKWARD_PLAIN = 80  # where both are 128, and no band hides keys
 WGMMA_BACKWARD_KEYS = 128  # Bc
 WGMMA_BACKWARD_MOST = 256  # head dimension
-WGMMA_BACKWARD_STAGES, WGMMA_BACKWARD_S = {64: 3, 80: 2, 128: 2}, 2  # blocks of Q and dO on chip at once, by Br, and of dS
+WGMMA_BACKWARD_STAGES, WGMMA_BACKWARD_S = {64: 3, 128: 2}, 2  # blocks of Q and dO on chip at once, by Br, and of dS
 WGMMA_WIDE = 64  # Br and Bc where d or dv is above those of WGMMA_BACKWARD
 WGMMA_WIDE_STAGES = (3, 2)  # the first that fits
 WGMMA_WIDE_DQ = 64  # columns of dQ that one product has; two of them are in registers
@@ -453,8 +452,6 @@ def _wgmma_backward(problem: Problem, chip: Chip) -> Tiles:
     if is_wide(problem):
         return next(tiles for tiles in (_wgmma_wide(chip, d, dv, stages) for stages in WGMMA_WIDE_STAGES) if tiles)
     br, bc = WGMMA_BACKWARD[max(d, dv)], WGMMA_BACKWARD_KEYS
-    if d == dv == max(WGMMA_BACKWARD) and problem.band.lower is None and problem.band.upper is None:
-        br = WGMMA_BACKWARD_PLAIN
     stages = WGMMA_BACKWARD_STAGES[br]
     resident = (
         Tile("K", bc, d, 2),

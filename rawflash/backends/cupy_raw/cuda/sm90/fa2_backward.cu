@@ -19,29 +19,26 @@
 
 constexpr int COMPUTING = 2, KEYS = BC / COMPUTING;  // warpgroups, and the keys of each
 constexpr int KEYS_THREADS = (1 + COMPUTING) * WARPGROUP;
-constexpr int STAGES = BR == 64 ? 3 : 2, S_STAGES = 2;            // of Q and dO on chip; of dS
-constexpr int COPYING = ceil_div(BR < 128 ? BR : 64, WARP_LANES) * WARP_LANES;  // threads that copy; one of the next warp adds to dQ's sums
-constexpr int PART = BR < 128 ? BR : 64, PARTS = BR / PART;        // rows that dP has at a time
-constexpr int SOME = BR == 80 ? SUM : PART;                        // of them, rows that dS is computed of at a time: fewer need fewer registers
-static_assert(KEYS == 64 && BR % SUM == 0 && BR % PART == 0, "what products can do");
+constexpr int STAGES = BR == 64 ? 3 : 2, S_STAGES = 2;  // of Q and dO on chip; of dS
+constexpr int COPYING = 64;                             // threads that copy; one of the next warp adds to dQ's sums
+constexpr int PART = 64, PARTS = BR / PART;             // rows that dP has at a time
+static_assert(KEYS == 64 && BR % SLAB == 0, "what products can do");
 
 // Steps of SUM columns of dP = V dO^T whose factor V is in registers, not in shared memory, which is what bounds this kernel: as many as there is
 // room for. So no product reads that slab of V any more: there is what hides keys of a lane, as few blocks of rows need it.
-constexpr int V_HELD = BR == 128 ? TO_V / SUM : BR == 64 ? 4 : 0;
+constexpr int V_HELD = BR == 128 ? TO_V / SUM : 4;
 constexpr bool LIMITS_ON_CHIP = BAND && BR == 64;
 static_assert(V_HELD <= TO_V / SUM && (!LIMITS_ON_CHIP || V_HELD >= SLAB / SUM), "a slab");
 
 // Who computes which part of dQ_i, 64 rows each: half of the columns, or half of the rows; or all of it, from the warpgroup's own keys.
-constexpr bool BY_COLUMNS = BR < 128 && TO_D == 128, BY_ROWS = BR == 128 && TO_D == 64, BY_KEYS = !BY_COLUMNS && !BY_ROWS;
-constexpr bool DQ_ACROSS = BR % 64 != 0;  // dQ_i^T = K^T dS^T, where a product has not as many rows as there are
+constexpr bool BY_COLUMNS = BR == 64 && TO_D == 128, BY_ROWS = BR == 128 && TO_D == 64, BY_KEYS = !BY_COLUMNS && !BY_ROWS;
+constexpr int DQ_COLUMNS = BY_COLUMNS ? TO_D / 2 : TO_D;
 static_assert(!BY_KEYS || BR == 64, "all rows");
-static_assert(!DQ_ACROSS || BY_COLUMNS, "columns of K are rows of the product");
-constexpr int DQ_COLUMNS = DQ_ACROSS ? BR : BY_COLUMNS ? TO_D / 2 : TO_D;  // of the product
 constexpr int PATCH = 64 * DQ_COLUMNS;          // numbers of it
 constexpr int PATCHES = BR * TO_D / PATCH;      // in a block of rows
 
-constexpr bool DS_BY_ROWS = BR < 128;  // dS is on chip with the rows of Q, each warpgroup's keys in a slab of their own; otherwise dS^T, with the keys'
-constexpr int DK_FIRST = BR < 128 ? BR / SUM : BR / SUM * 3 / 4;  // of the products for dK, those that begin before dQ_i is handed on
+constexpr bool DS_BY_ROWS = BR == 64;  // dS is on chip with the rows of Q, each warpgroup's keys in a slab of their own; otherwise dS^T, with the keys'
+constexpr int DK_FIRST = BR == 64 ? BR / SUM : BR / SUM * 3 / 4;  // of the products for dK, those that begin before dQ_i is handed on
 
 // Where things are on chip, in bytes.
 constexpr int AT_K = 0, AT_V = AT_K + BC * TO_D * 2, AT_Q = AT_V + BC * TO_V * 2, AT_DO = AT_Q + STAGES * BR * TO_D * 2;
@@ -97,7 +94,7 @@ __device__ __forceinline__ void copy_all(const MappedCall& argument, const Work&
 
         // lse in units of exp2, and delta. A row that sees nothing has P = 0, and one that does not exist. All rows of a thread are asked for before
         // any is awaited, but for packed sequences, whose places take the registers for it.
-        constexpr int AT_ONCE = PACKED || BR < 128 ? 1 : BR / COPYING;
+        constexpr int AT_ONCE = PACKED ? 1 : BR / COPYING;
 #pragma unroll
         for (int from = 0; from < BR; from += AT_ONCE * COPYING) {
             float lse[AT_ONCE], delta[AT_ONCE];
@@ -112,8 +109,6 @@ __device__ __forceinline__ void copy_all(const MappedCall& argument, const Work&
             }
 #pragma unroll
             for (int n = 0; n < AT_ONCE; n++) {
-                if (BR < COPYING && thread >= BR)
-                    break;
                 const int at = to.stage * BR + from + n * COPYING + thread;
                 ((float*)(on_chip + AT_LSE))[at] = lse[n] == -INFINITE ? INFINITE : lse[n] * LOG2E;
                 ((float*)(on_chip + AT_DELTA))[at] = delta[n];
@@ -309,9 +304,9 @@ __device__ __forceinline__ void compute_all(const Call& call, const Work& work, 
                 const float2* const lse = (const float2*)(on_chip + AT_LSE) + at.stage * (BR / 2) + r * (PART / 2) + lane % 4;
                 const float2* const delta = (const float2*)(on_chip + AT_DELTA) + at.stage * (BR / 2) + r * (PART / 2) + lane % 4;
                 // Column 8 (n / 4) + n % 2 after the lane's first is the row, counted from i0
-                const auto hide = [&](float (&x)[PART / 2], const uint4 limit, int from, int to) {
+                const auto hide = [&](float (&x)[PART / 2], const uint4 limit) {
 #pragma unroll
-                    for (int n = from; n < to; n++)
+                    for (int n = 0; n < PART / 2; n++)
                         if (i0 - (n / 2 % 2 ? limit.y : limit.x) + r * PART + 8 * (n / 4) + n % 2 >=
                             (n / 2 % 2 ? limit.w : limit.z))
                             x[n] = 0.0f;
@@ -329,30 +324,24 @@ __device__ __forceinline__ void compute_all(const Call& call, const Work& work, 
                             least_or_nan(fmaf(S[r * (PART / 2) + n], unit, n % 2 ? -lse[n / 4 * 4].y : -lse[n / 4 * 4].x),
                                          BAND ? 0.0f : most[n / 2 % 2]));
                     if (hidden)
-                        hide(x, limit, 0, PART / 2);
-                    if constexpr (SOME == PART)
+                        hide(x, limit);
 #pragma unroll
-                        for (int n = 0; n < PART / SUM; n++)
-                            to_factor(P[r * (PART / SUM) + n], x, n);
+                    for (int n = 0; n < PART / SUM; n++)
+                        to_factor(P[r * (PART / SUM) + n], x, n);
                     await_products<0>();  // dP
 #pragma unroll
-                    for (int some = 0; some < PART / SUM; some += SOME / SUM) {
-                        if constexpr (SOME < PART)
-                            to_factor(P[r * (PART / SUM) + some], x, some);
+                    for (int n = 0; n < PART / 2; n++)
+                        x[n] *= dP[n] - (n % 2 ? delta[n / 4 * 4].y : delta[n / 4 * 4].x);
+                    if (hidden)
+                        hide(x, limit);
 #pragma unroll
-                        for (int n = 8 * some; n < 8 * some + SOME / 2; n++)
-                            x[n] *= dP[n] - (n % 2 ? delta[n / 4 * 4].y : delta[n / 4 * 4].x);
-                        if (hidden)
-                            hide(x, limit, 8 * some, 8 * some + SOME / 2);
-#pragma unroll
-                        for (int n = some; n < some + SOME / SUM; n++) {
-                            const int row = r * (PART / SUM) + n;
-                            to_factor(dS[row], x, n);
-                            if constexpr (DS_BY_ROWS)
-                                store_across(tile + mine * BR * SLAB_ROW, row, dS[row]);
-                            else
-                                store_factor<BC>(tile, first_key, row, dS[row]);
-                        }
+                    for (int n = 0; n < PART / SUM; n++) {
+                        const int row = r * (PART / SUM) + n;
+                        to_factor(dS[row], x, n);
+                        if constexpr (DS_BY_ROWS)
+                            store_across(tile + mine * BR * SLAB_ROW, row, dS[row]);
+                        else
+                            store_factor<BC>(tile, first_key, row, dS[row]);
                     }
                 };
                 if (!BAND) {
@@ -382,9 +371,7 @@ __device__ __forceinline__ void compute_all(const Call& call, const Work& work, 
             fence_products();
 #pragma unroll
             for (int n = 0; n < (BY_KEYS ? KEYS : BC) / SUM; n++)
-                if constexpr (DQ_ACROSS)
-                    multiply_ss<DQ_COLUMNS, true, false>(dQ, moved(K_across, n * ROW_STEP), moved(dS_rows, column_step<BR>(n)) + of_s, n > 0);
-                else if constexpr (DS_BY_ROWS)
+                if constexpr (DS_BY_ROWS)
                     multiply_ss<DQ_COLUMNS, false, true>(dQ, moved(dS_rows, column_step<BR>(n)) + of_s, moved(K_across, n * ROW_STEP), n > 0);
                 else
                     multiply_ss<DQ_COLUMNS, true, true>(dQ, moved(dS_across, n * ROW_STEP) + of_s, moved(K_across, n * ROW_STEP), n > 0);
@@ -500,10 +487,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) fa2_backward_finish(const 
                 x[2 * e] = pair(y.x * scale, y.y * scale);
                 x[2 * e + 1] = pair(y.z * scale, y.w * scale);
             }
-            if constexpr (DQ_ACROSS)
-                store_across(slabs, n, x);
-            else
-                store_factor<BR>(slabs, BY_ROWS ? patch * 64 : 0, n, x);
+            store_factor<BR>(slabs, BY_ROWS ? patch * 64 : 0, n, x);
         }
     }
     __syncthreads();  // the rows are there
