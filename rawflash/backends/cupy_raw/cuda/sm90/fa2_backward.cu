@@ -37,6 +37,7 @@ static_assert(!BY_KEYS || BR == 64, "all rows");
 constexpr int PATCH = 64 * DQ_COLUMNS;          // numbers of it
 constexpr int PATCHES = BR * TO_D / PATCH;      // in a block of rows
 
+constexpr bool SKIPS = BAND && BR == 64;
 constexpr bool DS_BY_ROWS = BR == 64;  // dS is on chip with the rows of Q, each warpgroup's keys in a slab of their own; otherwise dS^T, with the keys'
 constexpr int DK_FIRST = BR == 64 ? BR / SUM : BR / SUM * 3 / 4;  // of the products for dK, those that begin before dQ_i is handed on
 
@@ -182,7 +183,13 @@ __device__ __forceinline__ void store_across(unsigned char* slab, int n, const u
     store_matrices<true>(slab + in_slab(16 * n + matrix / 2 * 8 + lane % 8, 2 * warp + matrix % 2), factor[0], factor[1], factor[2], factor[3]);
 }
 
-__device__ __forceinline__ void all_meet() { meet(ALL_MEET, COMPUTING * WARPGROUP); }
+__device__ __forceinline__ void all_meet()
+{
+    if constexpr (SKIPS)
+        meet_from_apart(ALL_MEET, COMPUTING * WARPGROUP);
+    else
+        meet(ALL_MEET, COMPUTING * WARPGROUP);
+}
 
 __device__ __forceinline__ void compute_all(const Call& call, const Work& work, unsigned char* on_chip, Barrier* barriers)
 {
@@ -199,26 +206,27 @@ __device__ __forceinline__ void compute_all(const Call& call, const Work& work, 
     if (work.steps > 0) {
         const float scale = (float)(call.scale * (double)LOG2E);
         const int q_length = work.q_length, left = (int)least(work.kv_length - work.j0, BC);  // keys of the block
-        // Of the lane's two keys: the rows that see them, none if the key does not exist. All rows from plain_from on, before plain_to, see
-        // all of the warpgroup's keys, or do not exist.
-        int first[2], count[2];
+        // Of the lane's two keys: the rows that see them, none if the key does not exist; without a band, the most that an exponent may be
+        // there. Between the warpgroup's keys and rows that are `seen`, some are visible, and all that exist with rows that are `plain`.
+        unsigned first[2], count[2];
         float most[2];
-        int plain_from = 0, plain_to = first_key + KEYS <= left ? q_length + BR : 0;
+        int seen_from = 0, seen_to = q_length, plain_from = 0, plain_to = q_length + BR;
 #pragma unroll
         for (int e = 0; e < 2; e++) {
             const int y = first_key + 16 * warp + lane / 4 + 8 * e;
-            const long long j = work.j0 + y - work.offset;
-            first[e] = BAND ? (int)clamp(j - call.band_upper, 0, q_length) : 0;
-            count[e] = (BAND ? (int)clamp(j - call.band_lower + 1, 0, q_length) : q_length) - first[e];
-            if (y >= left)
-                count[e] = 0;
             most[e] = y < left ? 0.0f : -INFINITE;
-            first[e] -= 2 * (lane % 4);
+            if constexpr (BAND) {
+                const long long j = work.j0 + y - work.offset;
+                const int low = (int)clamp(j - call.band_upper, 0, q_length), high = (int)clamp(j - call.band_lower + 1, 0, q_length);
+                first[e] = low - 2 * (lane % 4), count[e] = y < left ? high - low : 0;
+            }
         }
         if constexpr (BAND) {
             const long long j = work.j0 + first_key - work.offset;
+            seen_from = (int)clamp(j - call.band_upper, 0, q_length);
+            seen_to = (int)clamp(j + KEYS - call.band_lower, 0, q_length);
             plain_from = (int)clamp(j + KEYS - 1 - call.band_upper, 0, q_length + BR);
-            plain_to = (int)least(plain_to, clamp(j - call.band_lower + 1, 0, q_length + BR));
+            plain_to = first_key + KEYS <= left ? (int)clamp(j - call.band_lower + 1, 0, q_length + BR) : 0;
         }
         // Copies read what follows the rows of a sequence if there is something
         const bool rows_follow = work.q_start + q_length < call.rows_q, keys_follow = work.k_start + work.kv_length < call.rows_k;
@@ -259,6 +267,46 @@ __device__ __forceinline__ void compute_all(const Call& call, const Work& work, 
             unsigned char* const tile = on_chip + AT_DS + steps % S_STAGES * (BC * BR * 2);
             const int of_q = at.stage * (BR * TO_D * 2 >> 4), of_o = at.stage * (BR * TO_V * 2 >> 4);
             const int of_s = steps % S_STAGES * (BC * BR * 2 >> 4);
+
+            // dQ_i = dS K
+            const auto begin_dQ = [&](float (&dQ)[DQ_COLUMNS / 2]) __attribute__((always_inline)) {
+                fence_products();
+#pragma unroll
+                for (int n = 0; n < (BY_KEYS ? KEYS : BC) / SUM; n++)
+                    if constexpr (DS_BY_ROWS)
+                        multiply_ss<DQ_COLUMNS, false, true>(dQ, moved(dS_rows, column_step<BR>(n)) + of_s, moved(K_across, n * ROW_STEP), n > 0);
+                    else
+                        multiply_ss<DQ_COLUMNS, true, true>(dQ, moved(dS_across, n * ROW_STEP) + of_s, moved(K_across, n * ROW_STEP), n > 0);
+                commit_products();
+            };
+            const auto pass_on = [&](const float (&dQ)[DQ_COLUMNS / 2]) __attribute__((always_inline)) {
+                await(barriers + DQ_READ, (work.steps - steps & 1) ^ 1);  // that of the step before is on its way
+#pragma unroll
+                for (int n = 0; n < DQ_COLUMNS / 8; n++)
+                    passed[n * WARP_LANES] = make_float4(dQ[4 * n], dQ[4 * n + 1], dQ[4 * n + 2], dQ[4 * n + 3]);
+            };
+
+            // No row of them sees a key of this warpgroup, which has a share in their dQ nevertheless
+            if (SKIPS && !rows_end && (i0 + BR <= seen_from || i0 >= seen_to)) {
+                await(barriers + Q_THERE + at.stage, at.parity);
+                await(barriers + O_THERE + at.stage, at.parity);
+                const unsigned zeros[4] = {};
+#pragma unroll
+                for (int n = 0; n < BR / SUM; n++)
+                    store_across(tile + mine * BR * SLAB_ROW, n, zeros);
+                fence_shared();
+                all_meet();
+                float dQ[DQ_COLUMNS / 2];
+                begin_dQ(dQ);
+                await_products<0>();
+                pass_on(dQ);
+                fence_shared();
+                arrive_as_warp(barriers + DQ_THERE, lane);
+                arrive_as_warp(barriers + READ + at.stage, lane);
+                at.next();
+                i0 = next_rows(work, i0);
+                continue;
+            }
 
             // S^T = K Q^T
             float S[BR / 2];
@@ -366,16 +414,8 @@ __device__ __forceinline__ void compute_all(const Call& call, const Work& work, 
             fence_shared();
             all_meet();  // dS is there; no thread reads that of the step before the last any more
 
-            // dQ_i = dS K
             float dQ[DQ_COLUMNS / 2];
-            fence_products();
-#pragma unroll
-            for (int n = 0; n < (BY_KEYS ? KEYS : BC) / SUM; n++)
-                if constexpr (DS_BY_ROWS)
-                    multiply_ss<DQ_COLUMNS, false, true>(dQ, moved(dS_rows, column_step<BR>(n)) + of_s, moved(K_across, n * ROW_STEP), n > 0);
-                else
-                    multiply_ss<DQ_COLUMNS, true, true>(dQ, moved(dS_across, n * ROW_STEP) + of_s, moved(K_across, n * ROW_STEP), n > 0);
-            commit_products();
+            begin_dQ(dQ);
 
             // dK += dS^T Q, and dQ_i is handed on
             const auto begin_dK = [&](int from, int to) {
@@ -386,10 +426,7 @@ __device__ __forceinline__ void compute_all(const Call& call, const Work& work, 
             };
             begin_dK(0, DK_FIRST);
             await_products<1>();  // dV, dQ
-            await(barriers + DQ_READ, (work.steps - steps & 1) ^ 1);  // that of the step before is on its way
-#pragma unroll
-            for (int n = 0; n < DQ_COLUMNS / 8; n++)
-                passed[n * WARP_LANES] = make_float4(dQ[4 * n], dQ[4 * n + 1], dQ[4 * n + 2], dQ[4 * n + 3]);
+            pass_on(dQ);
             if constexpr (DK_FIRST < BR / SUM) {
                 fence_products();
                 begin_dK(DK_FIRST, BR / SUM);
