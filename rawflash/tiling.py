@@ -99,6 +99,7 @@ WGMMA_BALANCED_MOST = 1 << 30  # blocks of keys of all shared pieces, so that th
 WGMMA_SECTION = 32 << 20  # bytes of K and V that stay in L2
 WGMMA_BACKWARD = {64: 128, 128: 64}  # Br, by the wider of d and dv
 WGMMA_BACKWARD_KEYS = 128  # Bc
+WGMMA_BACKWARD_AT_ONCE = 128  # Br where dQ goes from registers to its sums, not by way of shared memory
 WGMMA_BACKWARD_MOST = 256  # head dimension
 WGMMA_BACKWARD_STAGES, WGMMA_BACKWARD_S = {64: 3, 128: 2}, 2  # blocks of Q and dO on chip at once, by Br, and of dS
 WGMMA_WIDE = 64  # Br and Bc where d or dv is above those of WGMMA_BACKWARD
@@ -453,18 +454,19 @@ def _wgmma_backward(problem: Problem, chip: Chip) -> Tiles:
         return next(tiles for tiles in (_wgmma_wide(chip, d, dv, stages) for stages in WGMMA_WIDE_STAGES) if tiles)
     br, bc = WGMMA_BACKWARD[max(d, dv)], WGMMA_BACKWARD_KEYS
     stages = WGMMA_BACKWARD_STAGES[br]
+    at_once = br == WGMMA_BACKWARD_AT_ONCE and not problem.deterministic
     resident = (
         Tile("K", bc, d, 2),
         Tile("V", bc, dv, 2),
         Tile("Q", stages * br, d, 2),
         Tile("dO", stages * br, dv, 2),
         Tile("dS", WGMMA_BACKWARD_S * bc, br, 2),
-        Tile("dQ", 2 * br if d < dv else br, d, 4),  # d < dv: of each half of the keys
+        *(() if at_once else (Tile("dQ", 2 * br if d < dv else br, d, 4),)),  # d < dv: of each half of the keys
         Tile("lse", stages * br, 1, 4),
         Tile("delta", stages * br, 1, 4),
         Tile("barriers", 4 + 3 * stages, 1, 8),
         Tile("S, P", bc, br, 4, REGISTERS),
-        Tile("dP", bc, min(br, WGMMA_SLAB), 4, REGISTERS),
+        Tile("dP", bc, WGMMA_SLAB, 4, REGISTERS),
         Tile("dQ", br, d, 4, REGISTERS),
         Tile("dK", bc, d, 4, REGISTERS),
         Tile("dV", bc, dv, 4, REGISTERS),

@@ -36,6 +36,9 @@ constexpr int DQ_COLUMNS = BY_COLUMNS ? TO_D / 2 : TO_D;
 static_assert(!BY_KEYS || BR == 64, "all rows");
 constexpr int PATCH = 64 * DQ_COLUMNS;          // numbers of it
 constexpr int PATCHES = BR * TO_D / PATCH;      // in a block of rows
+// Those that compute dQ_i add it to its sums themselves; otherwise it is left in shared memory, and one thread has it added. Which is faster was
+// measured; the order of the sums is kept in the second way only.
+constexpr bool AT_ONCE = BR == 128 && !DETERMINISTIC;
 
 constexpr bool SKIPS = BAND && BR == 64;
 constexpr bool DS_BY_ROWS = BR == 64;  // dS is on chip with the rows of Q, each warpgroup's keys in a slab of their own; otherwise dS^T, with the keys'
@@ -43,7 +46,7 @@ constexpr int DK_FIRST = BR == 64 ? BR / SUM : BR / SUM * 3 / 4;  // of the prod
 
 // Where things are on chip, in bytes.
 constexpr int AT_K = 0, AT_V = AT_K + BC * TO_D * 2, AT_Q = AT_V + BC * TO_V * 2, AT_DO = AT_Q + STAGES * BR * TO_D * 2;
-constexpr int AT_DS = AT_DO + STAGES * BR * TO_V * 2, AT_DQ = AT_DS + S_STAGES * BC * BR * 2, AT_LSE = AT_DQ + COMPUTING * PATCH * 4;
+constexpr int AT_DS = AT_DO + STAGES * BR * TO_V * 2, AT_DQ = AT_DS + S_STAGES * BC * BR * 2, AT_LSE = AT_DQ + (AT_ONCE ? 0 : COMPUTING * PATCH * 4);
 constexpr int AT_DELTA = AT_LSE + STAGES * BR * 4, AT_BARRIERS = AT_DELTA + STAGES * BR * 4;
 constexpr int K_THERE = 0, V_THERE = 1, DQ_THERE = 2, DQ_READ = 3, Q_THERE = 4, O_THERE = Q_THERE + STAGES, READ = O_THERE + STAGES;
 constexpr int BARRIERS = READ + STAGES;
@@ -95,12 +98,12 @@ __device__ __forceinline__ void copy_all(const MappedCall& argument, const Work&
 
         // lse in units of exp2, and delta. A row that sees nothing has P = 0, and one that does not exist. All rows of a thread are asked for before
         // any is awaited, but for packed sequences, whose places take the registers for it.
-        constexpr int AT_ONCE = PACKED ? 1 : BR / COPYING;
+        constexpr int LOADS = PACKED ? 1 : BR / COPYING;
 #pragma unroll
-        for (int from = 0; from < BR; from += AT_ONCE * COPYING) {
-            float lse[AT_ONCE], delta[AT_ONCE];
+        for (int from = 0; from < BR; from += LOADS * COPYING) {
+            float lse[LOADS], delta[LOADS];
 #pragma unroll
-            for (int n = 0; n < AT_ONCE; n++) {
+            for (int n = 0; n < LOADS; n++) {
                 const int i = i0 + from + n * COPYING + thread;
                 lse[n] = -INFINITE, delta[n] = 0.0f;
                 if (i < work.q_length) {
@@ -109,7 +112,7 @@ __device__ __forceinline__ void copy_all(const MappedCall& argument, const Work&
                 }
             }
 #pragma unroll
-            for (int n = 0; n < AT_ONCE; n++) {
+            for (int n = 0; n < LOADS; n++) {
                 const int at = to.stage * BR + from + n * COPYING + thread;
                 ((float*)(on_chip + AT_LSE))[at] = lse[n] == -INFINITE ? INFINITE : lse[n] * LOG2E;
                 ((float*)(on_chip + AT_DELTA))[at] = delta[n];
@@ -230,7 +233,8 @@ __device__ __forceinline__ void compute_all(const Call& call, const Work& work, 
         }
         // Copies read what follows the rows of a sequence if there is something
         const bool rows_follow = work.q_start + q_length < call.rows_q, keys_follow = work.k_start + work.kv_length < call.rows_k;
-        float4* const passed = (float4*)(on_chip + AT_DQ) + mine * (PATCH / LANE_NUMBERS) + warp * (DQ_COLUMNS / 8) * WARP_LANES + lane;
+        const int in_patch = mine * (PATCH / LANE_NUMBERS) + warp * (DQ_COLUMNS / 8) * WARP_LANES + lane;
+        float4* const passed = (float4*)(on_chip + AT_DQ) + in_patch;
 
         const unsigned long long K = factor(on_chip + AT_K + first_key * SLAB_ROW), V = factor(on_chip + AT_V + first_key * SLAB_ROW);
         const unsigned long long K_across =
@@ -241,7 +245,12 @@ __device__ __forceinline__ void compute_all(const Call& call, const Work& work, 
         const unsigned long long dS_across = factor(on_chip + AT_DS + (BY_ROWS ? mine * BC * SLAB_ROW : 0), BC * SLAB_ROW);
 
         Ring<STAGES> at;
-        int i0 = first_rows(work);
+        int h = work.h * ((int)call.Hq / (int)call.Hkv), i0 = first_rows(work);
+        const auto next_step = [&]() {
+            at.next();
+            i0 = next_rows(work, i0);
+            h += i0 == first_rows(work);
+        };
 
         await(barriers + K_THERE, 0);
         await(barriers + V_THERE, 0);
@@ -280,10 +289,23 @@ __device__ __forceinline__ void compute_all(const Call& call, const Work& work, 
                 commit_products();
             };
             const auto pass_on = [&](const float (&dQ)[DQ_COLUMNS / 2]) __attribute__((always_inline)) {
-                await(barriers + DQ_READ, (work.steps - steps & 1) ^ 1);  // that of the step before is on its way
+                float4* to = passed;
+                if constexpr (AT_ONCE)
+                    to = (float4*)sums_of_block(call, first_block(call, work.b, h, work.q_start) + i0 / BR) + in_patch;
+                else
+                    await(barriers + DQ_READ, (work.steps - steps & 1) ^ 1);  // that of the step before is on its way
 #pragma unroll
                 for (int n = 0; n < DQ_COLUMNS / 8; n++)
-                    passed[n * WARP_LANES] = make_float4(dQ[4 * n], dQ[4 * n + 1], dQ[4 * n + 2], dQ[4 * n + 3]);
+                    if constexpr (AT_ONCE)
+                        add_four(to + n * WARP_LANES, make_float4(dQ[4 * n], dQ[4 * n + 1], dQ[4 * n + 2], dQ[4 * n + 3]));
+                    else
+                        to[n * WARP_LANES] = make_float4(dQ[4 * n], dQ[4 * n + 1], dQ[4 * n + 2], dQ[4 * n + 3]);
+            };
+            const auto tell = [&]() __attribute__((always_inline)) {
+                if constexpr (!AT_ONCE) {
+                    fence_shared();
+                    arrive_as_warp(barriers + DQ_THERE, lane);
+                }
             };
 
             // No row of them sees a key of this warpgroup, which has a share in their dQ nevertheless
@@ -300,11 +322,9 @@ __device__ __forceinline__ void compute_all(const Call& call, const Work& work, 
                 begin_dQ(dQ);
                 await_products<0>();
                 pass_on(dQ);
-                fence_shared();
-                arrive_as_warp(barriers + DQ_THERE, lane);
+                tell();
                 arrive_as_warp(barriers + READ + at.stage, lane);
-                at.next();
-                i0 = next_rows(work, i0);
+                next_step();
                 continue;
             }
 
@@ -431,12 +451,10 @@ __device__ __forceinline__ void compute_all(const Call& call, const Work& work, 
                 fence_products();
                 begin_dK(DK_FIRST, BR / SUM);
             }
-            fence_shared();
-            arrive_as_warp(barriers + DQ_THERE, lane);
+            tell();
             await_products<0>();  // dK, whose factor dS is in registers
             arrive_as_warp(barriers + READ + at.stage, lane);
-            at.next();
-            i0 = next_rows(work, i0);
+            next_step();
         }
         all_meet();  // no thread reads K and V any more
     }
@@ -492,7 +510,7 @@ extern "C" __global__ void __launch_bounds__(KEYS_THREADS, 1) fa2_backward_keys(
         give_registers<COPYING_REGISTERS>();
         if (threadIdx.x < COPYING && work.steps > 0)
             copy_all(argument, work, on_chip, barriers);
-        else if (threadIdx.x == COPYING && work.steps > 0)
+        else if (!AT_ONCE && threadIdx.x == COPYING && work.steps > 0)
             add_all(call, work, on_chip, barriers);
     } else {
         take_registers<COMPUTING_REGISTERS>();
