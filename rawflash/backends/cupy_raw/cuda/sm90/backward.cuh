@@ -23,16 +23,23 @@ struct Work {
     long long offset;
 };
 
+// The keys of a block of threads by its number. Heads come in sections whose matrices L2 can hold; of a section the first keys first, which most rows
+// see if it is causal.
+struct Keys { int b, h, j0; };
+
+__device__ __forceinline__ Keys keys_of(const Call& call, unsigned number)
+{
+    const unsigned heads = (unsigned)(call.B * call.Hkv), blocks = (unsigned)call.blocks, section = (unsigned)call.section;
+    const unsigned first = number / (section * blocks) * section, rest = number - first * blocks;
+    const unsigned count = heads - first < section ? heads - first : section, bh = first + rest % count;
+    return {(int)(bh / (unsigned)call.Hkv), (int)(bh % (unsigned)call.Hkv), (int)(rest / count) * BC};
+}
+
 __device__ __forceinline__ Work work_of(const Call& call)
 {
-    // Heads come in sections whose matrices L2 can hold; of a section the first keys first, which most rows see if it is causal.
     Work work;
-    const unsigned heads = (unsigned)(call.B * call.Hkv), blocks = (unsigned)call.blocks, section = (unsigned)call.section;
-    const unsigned first = blockIdx.x / (section * blocks) * section, rest = blockIdx.x - first * blocks;
-    const unsigned count = heads - first < section ? heads - first : section, bh = first + rest % count;
-    work.j0 = (int)(rest / count) * BC;
-    work.b = (int)(bh / (unsigned)call.Hkv);
-    work.h = (int)(bh % (unsigned)call.Hkv);
+    const Keys keys = keys_of(call, blockIdx.x);
+    work.b = keys.b, work.h = keys.h, work.j0 = keys.j0;
     const Sequence s = sequence(call, work.b);
     work.slot = (int)s.slot, work.q_start = (int)s.q_start, work.k_start = (int)s.k_start;
     work.q_length = (int)s.q_length, work.kv_length = (int)s.kv_length, work.offset = s.offset;
@@ -114,16 +121,16 @@ template <int ROWS, int COLUMNS, int MEMBERS> __device__ __forceinline__ void cl
 template <int ROWS> __device__ constexpr int column_step(int n) { return n / 4 * ROWS * SLAB_ROW + n % 4 * 32; }
 constexpr int ROW_STEP = SUM * SLAB_ROW;  // the same of one that is
 
-// `count` rows of slabs in shared memory, from `first` on, to rows of a matrix, those that exist; zeros past `full`. By some threads.
-template <int ROWS, int COLUMNS, int WIDTH, int MEMBERS>
-__device__ __forceinline__ void store_rows(
-    elem* to, long long stride, const unsigned char* slabs, int first, int count, int exist, int full)
+// COUNT rows of slabs in shared memory, from `first` on, to rows of a matrix, those that exist; zeros past `full`. By MEMBERS threads, each of which
+// has all its loads under way at once.
+template <int ROWS, int COLUMNS, int WIDTH, int MEMBERS, int COUNT>
+__device__ __forceinline__ void store_rows(elem* to, long long stride, const unsigned char* slabs, int first, int exist, int full)
 {
     constexpr int VECTORS = WIDTH / 8;
-#pragma unroll 2
-    for (int n = threadIdx.x % MEMBERS; n < count * VECTORS; n += MEMBERS) {
-        const int y = n / VECTORS, piece = n % VECTORS;
-        if (y < exist) {
+#pragma unroll
+    for (int from = 0; from < COUNT * VECTORS; from += MEMBERS) {
+        const int n = from + threadIdx.x % MEMBERS, y = n / VECTORS, piece = n % VECTORS;
+        if (y < exist && (COUNT * VECTORS % MEMBERS == 0 || y < COUNT)) {
             uint4 x = *(const uint4*)(slabs + piece / 8 * ROWS * SLAB_ROW + in_slab(first + y, piece % 8));
             if (y >= full)
                 x = make_uint4(0, 0, 0, 0);

@@ -53,6 +53,7 @@ constexpr int BARRIERS = READ + STAGES;
 static_assert(AT_BARRIERS + BARRIERS * 8 == TILE_BYTES, "tiling.py and this file disagree on what is on chip");
 
 constexpr int ALL_MEET = 1, WARPGROUP_MEETS = 2;  // named barriers: of all that compute, and one of each warpgroup
+constexpr int AHEAD = 0;
 constexpr int COPYING_REGISTERS = 24, COMPUTING_REGISTERS = 240;
 
 // The first row of each step: up the blocks of rows of one head after the other. DETERMINISTIC: down, as blocks of keys then take turns at dQ, and
@@ -75,25 +76,23 @@ __device__ __forceinline__ void copy_all(const MappedCall& argument, const Work&
 {
     const Call& call = argument.call;
     const int thread = threadIdx.x;
-    if (thread == 0) {
-        arrive_expecting(barriers + K_THERE, BC * TO_D * 2);
-        copy_slabs<BC, TO_D>(on_chip + AT_K, argument.map[MAP_K], barriers + K_THERE, work.k_start + work.j0, work.h, work.slot);
-    }
     Ring<STAGES> to;
     int h = work.h * ((int)call.Hq / (int)call.Hkv), i0 = first_rows(work);
     for (int steps = work.steps; steps > 0; steps--) {
-        // Q_i, dO_i, and V before the first
         Barrier *const q_there = barriers + Q_THERE + to.stage, *const o_there = barriers + O_THERE + to.stage;
         await(barriers + READ + to.stage, to.parity ^ 1);
         if (thread == 0) {
             arrive_expecting(q_there, BR * TO_D * 2);
             copy_slabs<BR, TO_D>(on_chip + AT_Q + to.stage * BR * TO_D * 2, argument.map[MAP_Q], q_there, work.q_start + i0, h, work.slot);
-            if (steps == work.steps) {
-                arrive_expecting(barriers + V_THERE, BC * TO_V * 2);
-                copy_slabs<BC, TO_V>(on_chip + AT_V, argument.map[MAP_V], barriers + V_THERE, work.k_start + work.j0, work.h, work.slot);
-            }
             arrive_expecting(o_there, BR * TO_V * 2);
             copy_slabs<BR, TO_V>(on_chip + AT_DO + to.stage * BR * TO_V * 2, argument.map[MAP_DO], o_there, work.q_start + i0, h, work.slot);
+            if (AHEAD > 0 && steps == work.steps && blockIdx.x + AHEAD < gridDim.x) {
+                const Keys next = keys_of(call, blockIdx.x + AHEAD);
+                for (int x = 0; x < TO_D; x += SLAB)
+                    prefetch_box(argument.map[MAP_K], x, next.j0, next.h, next.b);
+                for (int x = 0; x < TO_V; x += SLAB)
+                    prefetch_box(argument.map[MAP_V], x, next.j0, next.h, next.b);
+            }
         }
 
         // lse in units of exp2, and delta. A row that sees nothing has P = 0, and one that does not exist. All rows of a thread are asked for before
@@ -479,8 +478,8 @@ __device__ __forceinline__ void compute_all(const Call& call, const Work& work, 
     const int j = work.j0 + first_key, exist = (int)(PACKED ? work.kv_length : call.Tk) - j, full = work.kv_length - j;
     elem* const dk = row_of(call.dk, work.slot, work.h, work.k_start + j);
     elem* const dv = row_of(call.dv, work.slot, work.h, work.k_start + j);
-    store_rows<BC, TO_D, D, WARPGROUP>(dk, call.dk.row, on_chip + AT_K, first_key, KEYS, exist, full);
-    store_rows<BC, TO_V, DV, WARPGROUP>(dv, call.dv.row, on_chip + AT_V, first_key, KEYS, exist, full);
+    store_rows<BC, TO_D, D, WARPGROUP, KEYS>(dk, call.dk.row, on_chip + AT_K, first_key, exist, full);
+    store_rows<BC, TO_V, DV, WARPGROUP, KEYS>(dv, call.dv.row, on_chip + AT_V, first_key, exist, full);
 }
 
 extern "C" __global__ void __launch_bounds__(KEYS_THREADS, 1) fa2_backward_keys(const __grid_constant__ MappedCall argument)
@@ -488,9 +487,6 @@ extern "C" __global__ void __launch_bounds__(KEYS_THREADS, 1) fa2_backward_keys(
     extern __shared__ __align__(SLAB_ALIGNMENT) unsigned char on_chip[];
     Barrier* const barriers = (Barrier*)(on_chip + AT_BARRIERS);
     const Call& call = argument.call;
-    const Work work = work_of(call);
-    if (work.j0 >= (PACKED ? work.kv_length : call.Tk))
-        return;
     if (threadIdx.x == 0) {
         for (int n = 0; n < MAPS; n++)
             prefetch_map(argument.map[n]);
@@ -504,6 +500,16 @@ extern "C" __global__ void __launch_bounds__(KEYS_THREADS, 1) fa2_backward_keys(
             init_barrier(barriers + READ + n, COMPUTING * WARPS * ARRIVALS);
         }
         fence_barriers();
+        fence_shared();
+    }
+    const Work work = work_of(call);
+    if (work.j0 >= (PACKED ? work.kv_length : call.Tk))
+        return;
+    if (threadIdx.x == 0 && work.steps > 0) {  // as early as can be: a block of threads begins with waiting for them
+        arrive_expecting(barriers + K_THERE, BC * TO_D * 2);
+        copy_slabs<BC, TO_D>(on_chip + AT_K, argument.map[MAP_K], barriers + K_THERE, work.k_start + work.j0, work.h, work.slot);
+        arrive_expecting(barriers + V_THERE, BC * TO_V * 2);
+        copy_slabs<BC, TO_V>(on_chip + AT_V, argument.map[MAP_V], barriers + V_THERE, work.k_start + work.j0, work.h, work.slot);
     }
     __syncthreads();  // barriers are there
     if (threadIdx.x < WARPGROUP) {
@@ -522,7 +528,7 @@ extern "C" __global__ void __launch_bounds__(KEYS_THREADS, 1) fa2_backward_keys(
 extern "C" __global__ void __launch_bounds__(THREADS) fa2_backward_finish(const __grid_constant__ Call call)
 {
     extern __shared__ __align__(SLAB_ALIGNMENT) unsigned char on_chip[];
-    const long long blocks = (call.Tq + BR - 1) / BR, block = blockIdx.x % blocks, bh = blockIdx.x / blocks, b = bh / call.Hq, h = bh % call.Hq;
+    const long long blocks = (call.Tq + BR - 1) / BR, number = gridDim.x - 1 - blockIdx.x, block = number % blocks, bh = number / blocks, b = bh / call.Hq, h = bh % call.Hq;
     const Sequence s = sequence(call, b);
     const long long i0 = block * BR, rows_end = PACKED ? s.q_length : call.Tq;
     if (i0 >= rows_end)
@@ -547,5 +553,5 @@ extern "C" __global__ void __launch_bounds__(THREADS) fa2_backward_finish(const 
     }
     __syncthreads();  // the rows are there
     elem* const to = row_of(call.dq, s.slot, h, s.q_start + i0);
-    store_rows<BR, TO_D, D, THREADS>(to, call.dq.row, on_chip, 0, BR, (int)(rows_end - i0), (int)(s.q_length - i0));
+    store_rows<BR, TO_D, D, THREADS, BR>(to, call.dq.row, on_chip, 0, (int)(rows_end - i0), (int)(s.q_length - i0));
 }

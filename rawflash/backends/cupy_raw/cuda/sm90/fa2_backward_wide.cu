@@ -222,7 +222,7 @@ __device__ __forceinline__ void store_keys(
     }
     meet(meeting, WARPGROUP);
     const int exist = (int)(PACKED ? work.kv_length : call.Tk) - work.j0, full = work.kv_length - work.j0;
-    store_rows<BC, COLUMNS, WIDTH, WARPGROUP>(row_of(to, work.slot, work.h, work.k_start + work.j0), to.row, slabs, 0, BC, exist, full);
+    store_rows<BC, COLUMNS, WIDTH, WARPGROUP, BC>(row_of(to, work.slot, work.h, work.k_start + work.j0), to.row, slabs, 0, exist, full);
 }
 
 // ---- S, P and dV ---------------------------------------------------------------------------------------------------------------------
@@ -532,5 +532,5 @@ extern "C" __global__ void __launch_bounds__(THREADS) fa2_backward_finish(const 
     }
     __syncthreads();  // the rows are there
     elem* const to = row_of(call.dq, s.slot, h, s.q_start + i0);
-    store_rows<BR, TO_D, D, THREADS>(to, call.dq.row, on_chip, 0, BR, (int)(rows_end - i0), (int)(s.q_length - i0));
+    store_rows<BR, TO_D, D, THREADS, BR>(to, call.dq.row, on_chip, 0, (int)(rows_end - i0), (int)(s.q_length - i0));
 }
