@@ -932,7 +932,6 @@ inline void fence_shared()
     emulated::me().has_fenced = emulated::fence_somewhere = true;
     emulated::fenced_lanes[current / LANES] |= 1u << current % LANES;
 }
-inline void prefetch_box(const TensorMap& map, int, int, int, int) { emulated::decoded(map); }
 inline void prefetch_map(const TensorMap& map) { emulated::decoded(map); }
 
 inline unsigned long long factor(const void* first, int slab_bytes = 16)

@@ -23,23 +23,16 @@ struct Work {
     long long offset;
 };
 
-// The keys of a block of threads by its number. Heads come in sections whose matrices L2 can hold; of a section the first keys first, which most rows
-// see if it is causal.
-struct Keys { int b, h, j0; };
-
-__device__ __forceinline__ Keys keys_of(const Call& call, unsigned number)
-{
-    const unsigned heads = (unsigned)(call.B * call.Hkv), blocks = (unsigned)call.blocks, section = (unsigned)call.section;
-    const unsigned first = number / (section * blocks) * section, rest = number - first * blocks;
-    const unsigned count = heads - first < section ? heads - first : section, bh = first + rest % count;
-    return {(int)(bh / (unsigned)call.Hkv), (int)(bh % (unsigned)call.Hkv), (int)(rest / count) * BC};
-}
-
 __device__ __forceinline__ Work work_of(const Call& call)
 {
+    // Heads come in sections whose matrices L2 can hold; of a section the first keys first, which most rows see if it is causal.
     Work work;
-    const Keys keys = keys_of(call, blockIdx.x);
-    work.b = keys.b, work.h = keys.h, work.j0 = keys.j0;
+    const unsigned heads = (unsigned)(call.B * call.Hkv), blocks = (unsigned)call.blocks, section = (unsigned)call.section;
+    const unsigned first = blockIdx.x / (section * blocks) * section, rest = blockIdx.x - first * blocks;
+    const unsigned count = heads - first < section ? heads - first : section, bh = first + rest % count;
+    work.j0 = (int)(rest / count) * BC;
+    work.b = (int)(bh / (unsigned)call.Hkv);
+    work.h = (int)(bh % (unsigned)call.Hkv);
     const Sequence s = sequence(call, work.b);
     work.slot = (int)s.slot, work.q_start = (int)s.q_start, work.k_start = (int)s.k_start;
     work.q_length = (int)s.q_length, work.kv_length = (int)s.kv_length, work.offset = s.offset;

@@ -2,12 +2,12 @@
 //
 // fa2_backward_keys: a block of threads owns Bc = 128 keys of one key head and runs over the Q blocks of all query heads that share it.
 // One warpgroup copies (tensor maps), two compute: each of these owns 64 of the keys, with dK and dV in registers. Everything is transposed,
-// S^T = K Q^T and dP^T = V dO^T, so that P^T and dS^T are factors of dV += P^T dO and dK += dS^T Q where they are, in registers. dS^T goes to
-// shared memory as well, as a factor of dQ_i = dS K, in which both warpgroups' keys have a share. dQ_i is left in shared memory, from where a
-// thread of the first warpgroup adds it to float32 sums in device memory, in the order in which the registers held it. dK is under way while dQ_i is
-// handed on.
-// On chip:  K (Bc, d), V (Bc, dv), STAGES of Q (Br, d) and dO (Br, dv), two dS (Bc, Br) in 16 bits; dQ (Br, d); lse and delta (Br), barriers;
-//           in registers S (Bc, Br), dP (Bc, 64), dK (Bc, d), dV (Bc, dv), dQ (Br, d).
+// S^T = K Q^T and dP^T = V dO^T, so that P^T and dS^T are factors of dV += P^T dO and dK += dS^T Q where they are, in registers; so is V, or half of
+// it. dS^T goes to shared memory as well, as a factor of dQ_i = dS K, in which both warpgroups' keys have a share. dQ_i is added to float32 sums in
+// device memory, in the order in which the registers hold it: at once, or from shared memory, where it is left for one thread to add. dK is under way
+// while dQ_i is handed on.
+// On chip:  K (Bc, d), V (Bc, dv), STAGES of Q (Br, d) and dO (Br, dv), two dS (Bc, Br) in 16 bits; dQ (Br, d) or none; lse and delta (Br), barriers;
+//           in registers S (Bc, Br), dP (Bc, 64), dK (Bc, d), dV (Bc, dv), dQ (Br, d), of V (Bc, dv) or (Bc, 64).
 //
 // fa2_backward_finish: dQ = scale * those sums, row by row.
 //
@@ -25,9 +25,10 @@ constexpr int PART = 64, PARTS = BR / PART;             // rows that dP has at a
 static_assert(KEYS == 64 && BR % SLAB == 0, "what products can do");
 
 // Steps of SUM columns of dP = V dO^T whose factor V is in registers, not in shared memory, which is what bounds this kernel: as many as there is
-// room for. So no product reads that slab of V any more: there is what hides keys of a lane, as few blocks of rows need it.
+// room for. So no product reads that slab of V any more: what hides keys of a lane is there, as few blocks of rows need it.
 constexpr int V_HELD = BR == 128 ? TO_V / SUM : 4;
 constexpr bool LIMITS_ON_CHIP = BAND && BR == 64;
+constexpr bool SKIPS = BAND && BR == 64;  // products between rows and keys none of which they see
 static_assert(V_HELD <= TO_V / SUM && (!LIMITS_ON_CHIP || V_HELD >= SLAB / SUM), "a slab");
 
 // Who computes which part of dQ_i, 64 rows each: half of the columns, or half of the rows; or all of it, from the warpgroup's own keys.
@@ -40,7 +41,6 @@ constexpr int PATCHES = BR * TO_D / PATCH;      // in a block of rows
 // measured; the order of the sums is kept in the second way only.
 constexpr bool AT_ONCE = BR == 128 && !DETERMINISTIC;
 
-constexpr bool SKIPS = BAND && BR == 64;
 constexpr bool DS_BY_ROWS = BR == 64;  // dS is on chip with the rows of Q, each warpgroup's keys in a slab of their own; otherwise dS^T, with the keys'
 constexpr int DK_FIRST = BR == 64 ? BR / SUM : BR / SUM * 3 / 4;  // of the products for dK, those that begin before dQ_i is handed on
 
@@ -53,7 +53,6 @@ constexpr int BARRIERS = READ + STAGES;
 static_assert(AT_BARRIERS + BARRIERS * 8 == TILE_BYTES, "tiling.py and this file disagree on what is on chip");
 
 constexpr int ALL_MEET = 1, WARPGROUP_MEETS = 2;  // named barriers: of all that compute, and one of each warpgroup
-constexpr int AHEAD = 0;
 constexpr int COPYING_REGISTERS = 24, COMPUTING_REGISTERS = 240;
 
 // The first row of each step: up the blocks of rows of one head after the other. DETERMINISTIC: down, as blocks of keys then take turns at dQ, and
@@ -86,13 +85,6 @@ __device__ __forceinline__ void copy_all(const MappedCall& argument, const Work&
             copy_slabs<BR, TO_D>(on_chip + AT_Q + to.stage * BR * TO_D * 2, argument.map[MAP_Q], q_there, work.q_start + i0, h, work.slot);
             arrive_expecting(o_there, BR * TO_V * 2);
             copy_slabs<BR, TO_V>(on_chip + AT_DO + to.stage * BR * TO_V * 2, argument.map[MAP_DO], o_there, work.q_start + i0, h, work.slot);
-            if (AHEAD > 0 && steps == work.steps && blockIdx.x + AHEAD < gridDim.x) {
-                const Keys next = keys_of(call, blockIdx.x + AHEAD);
-                for (int x = 0; x < TO_D; x += SLAB)
-                    prefetch_box(argument.map[MAP_K], x, next.j0, next.h, next.b);
-                for (int x = 0; x < TO_V; x += SLAB)
-                    prefetch_box(argument.map[MAP_V], x, next.j0, next.h, next.b);
-            }
         }
 
         // lse in units of exp2, and delta. A row that sees nothing has P = 0, and one that does not exist. All rows of a thread are asked for before
@@ -260,7 +252,7 @@ __device__ __forceinline__ void compute_all(const Call& call, const Work& work, 
             all_meet();
         }
 
-        unsigned V_mine[V_HELD > 0 ? V_HELD : 1][4];
+        unsigned V_mine[V_HELD][4];
 #pragma unroll
         for (int n = 0; n < V_HELD; n++)
             load_factor<BC>(V_mine[n], on_chip + AT_V, first_key, n);

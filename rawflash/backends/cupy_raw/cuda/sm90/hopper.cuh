@@ -198,13 +198,6 @@ __device__ __forceinline__ void pass_turn(unsigned* turns)
 // What this thread wrote to shared memory by ordinary stores becomes visible to products and copies, after a barrier.
 __device__ __forceinline__ void fence_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
-// A box comes to L2, from where it will be copied soon.
-__device__ __forceinline__ void prefetch_box(const TensorMap& map, int column, int row, int head, int batch)
-{
-    asm volatile("cp.async.bulk.prefetch.tensor.4d.L2.global.tile [%0, {%1, %2, %3, %4}];"
-                 ::"l"(&map), "r"(column), "r"(row), "r"(head), "r"(batch) : "memory");
-}
-
 __device__ __forceinline__ void prefetch_map(const TensorMap& map) { asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory"); }
 
 // ---- matrix products of a warpgroup -----------------------------------------------------------------------------------------------
