@@ -403,11 +403,9 @@ __device__ __forceinline__ void compute_all(const Call& call, const Work& work, 
                             store_factor<BC>(tile, first_key, row, dS[row]);
                     }
                 };
-                if (!BAND) {
-                    differentiate(false, scale);
-                } else if (plain) {
+                if (!BAND || plain) {
                     float unit[1] = {scale};
-                    pin(unit);  // another number to the compiler, which would take what both have in common before the branch
+                    pin(unit);  // another number to the compiler, which would take exponentials before this place
                     differentiate(false, unit[0]);
                 } else {
                     differentiate(true, scale);
