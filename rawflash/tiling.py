@@ -99,6 +99,7 @@ WGMMA_BALANCED_MOST = 1 << 30  # blocks of keys of all shared pieces, so that th
 WGMMA_SECTION = 32 << 20  # bytes of K and V that stay in L2
 WGMMA_BACKWARD = {64: 128, 128: 64}  # Br, by the wider of d and dv
 WGMMA_BACKWARD_KEYS = 128  # Bc
+WGMMA_BACKWARD_AT_ONCE = 128  # Br where dQ goes from registers to its sums, not by way of shared memory
 WGMMA_BACKWARD_MOST = 256  # head dimension
 WGMMA_BACKWARD_STAGES, WGMMA_BACKWARD_S = {64: 3, 128: 2}, 2  # blocks of Q and dO on chip at once, by Br, and of dS
 WGMMA_WIDE = 64  # Br and Bc where d or dv is above those of WGMMA_BACKWARD
@@ -127,6 +128,7 @@ FEW_MMA_STEP = 16  # keys that a warp takes at a time; 32 are slower
 FEW_MMA_QUEUE = 64 << 10  # bytes of K and V on their way: more gains nothing where multiprocessors have several blocks
 FEW_MMA_QUEUE_ALONE = 160 << 10  # where each has one: as many bytes, or units, as still gain
 FEW_MMA_UNITS_ALONE = 8
+FEW_MMA_SHORT = 16  # steps of a warp: up to there, and if the cache is paged, more gains nothing in any case
 FEW_MMA_UNITS = 3  # of it, at least
 FEW_MMA_REGISTERS = 16 * 128  # numbers of Q that a block keeps in registers
 FEW_MMA_LEAST = 256  # keys for each part
@@ -453,13 +455,14 @@ def _wgmma_backward(problem: Problem, chip: Chip) -> Tiles:
         return next(tiles for tiles in (_wgmma_wide(chip, d, dv, stages) for stages in WGMMA_WIDE_STAGES) if tiles)
     br, bc = WGMMA_BACKWARD[max(d, dv)], WGMMA_BACKWARD_KEYS
     stages = WGMMA_BACKWARD_STAGES[br]
+    at_once = br == WGMMA_BACKWARD_AT_ONCE and not problem.deterministic
     resident = (
         Tile("K", bc, d, 2),
         Tile("V", bc, dv, 2),
         Tile("Q", stages * br, d, 2),
         Tile("dO", stages * br, dv, 2),
         Tile("dS", WGMMA_BACKWARD_S * bc, br, 2),
-        Tile("dQ", 2 * br if d < dv else br, d, 4),  # d < dv: of each half of the keys
+        *(() if at_once else (Tile("dQ", 2 * br if d < dv else br, d, 4),)),  # d < dv: of each half of the keys
         Tile("lse", stages * br, 1, 4),
         Tile("delta", stages * br, 1, 4),
         Tile("barriers", 4 + 3 * stages, 1, 8),
@@ -722,7 +725,7 @@ def _few_mma(problem: Problem, chip: Chip, br: int) -> Tiles | None:
         if cost < best:
             parts, best = n, cost
     queued = FEW_MMA_QUEUE // unit
-    if pieces * parts <= processors:
+    if pieces * parts <= processors and not (problem.page and turns <= FEW_MMA_SHORT * parts):
         queued = max(queued, min(FEW_MMA_QUEUE_ALONE // unit, FEW_MMA_UNITS_ALONE))
     wanted = max(queued, FEW_MMA_UNITS, -(-(merged - fixed) // unit))
     units = min((limit - fixed) // unit, wanted)

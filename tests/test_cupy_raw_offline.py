@@ -509,7 +509,8 @@ def test_many_rows_of_16_bits_run_on_tensor_cores(arch, d, tmp_path):
 @pytest.mark.parametrize("dtype, d", [("bfloat16", 64), ("bfloat16", 128), ("float16", 128)])
 def test_backward_products_of_warpgroups_overlap(dtype, d, options, tmp_path):
     """The assembler leaves them side by side, no register goes to memory, and most exponentials are taken as dS is
-    computed, whether something is hidden or not."""
+    computed, whether something is hidden or not. A band has a copy of that of its own, and at d = 128 one of dQ, where
+    a warpgroup sees nothing."""
     pytest.importorskip("cupy")
     tool, file = disassembler(), tmp_path / "kernel.cubin"
     program = next(p for p in programs(Case("sm_90a", "fa2_backward", dtype, d, options)) if p.file.startswith("sm90/"))
@@ -520,16 +521,19 @@ def test_backward_products_of_warpgroups_overlap(dtype, d, options, tmp_path):
     code = code[code.index(".text.fa2_backward_keys") :]
     code = re.findall(r"(HGMMA|WARPGROUP\.DEPBAR|WARPGROUP\.ARRIVE|BRA|MUFU\.EX2|FADD|LDL|STL|REDG|UBLKRED)\b", code)
     found = Counter(code)
-    br, bc = (128, 128) if d == 64 else (64, 128)
+    br, bc, band = 128 if d == 64 else 64, 128, options != "plain"
     # S and dP are sums over d, dQ over keys, dK and dV over rows; dP has 64 rows at a time
-    assert found["HGMMA"] == d // 16 * (1 + br // 64) + bc // 16 + 2 * br // 16
-    # One addition in bulk for all of dQ of a step, none by the threads that compute
-    assert (found["LDL"], found["STL"], found["REDG"], found["UBLKRED"]) == (0, 0, 0, 1)
+    assert found["HGMMA"] == d // 16 * (1 + br // 64) + bc // 16 * (2 if band and d == 128 else 1) + 2 * br // 16
+    # A thread has 32 numbers of dQ and adds four at a time, or one thread all of them in bulk
+    assert not found.keys() & {"LDL", "STL"}
+    assert (found["REDG"], found["UBLKRED"]) == ((32 // 4, 0) if d == 64 else (0, 1))
     # What follows the wait for dP, up to a branch or the next products: dP - delta
     behind = [re.split("BRA|WARPGROUP.ARRIVE", part)[0] for part in " ".join(code).split("WARPGROUP.DEPBAR")[1:]]
     computing = [part.partition("FADD")[2] for part in behind if part.count("FADD") == 32]
-    assert len(computing) == 2 * br // 64  # where something is hidden and where nothing is, of each 64 rows
-    assert all(part.count("MUFU.EX2") > 16 for part in computing), [part.count("MUFU.EX2") for part in computing]
+    assert len(computing) == (2 if band else 1) * br // 64  # something hidden or not, of each 64 rows
+    # Without a branch before them, exponentials of the second 64 rows are taken as the products before them run
+    together = computing[:1] if (d, band) == (64, False) else computing
+    assert all(part.count("MUFU.EX2") > 16 for part in together), [part.count("MUFU.EX2") for part in computing]
 
 
 @pytest.mark.parametrize("options", ["plain", "causal", "packed"])

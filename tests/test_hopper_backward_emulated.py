@@ -56,6 +56,8 @@ CALLS = {
 PACKED = {
     "packed": dict(Tq=200, Tk=300, d=64, cu=([3, 80, 80, 199], [0, 130, 150, 290]), causal=True),
     "packed, d = 128": dict(Tq=200, Tk=300, d=128, cu=([0, 64, 100, 200], [10, 138, 140, 300])),
+    "packed, keys that no row sees": dict(
+        Tq=150, Tk=250, d=128, cu=([0, 100, 150], [0, 128, 250]), window=(10, 10), q_offset=np.array([20, 20])),
     "packed, window, sinks": dict(
         Hq=4, Hkv=2, Tq=210, Tk=190, d=64, cu=([0, 1, 130, 210], [0, 60, 188, 188]), window=(50, 9), sinks=normal(4)),
     "packed, offsets": dict(
@@ -208,6 +210,32 @@ def check_what_overflows(taken, d=64):
     assert taken
 
 
+def one_large_key(d):
+    """out is v, so that dQ and dK are 0; but delta, 2^16 d, is outside of float16."""
+    case = make(Tq=3, Tk=1, d=d, dtype="float16")
+    case.q[:], case.k[:], case.v[:], case.dout[:], case.dlse[:] = 1, -1, 256, 256, 0
+    return case
+
+
+@pytest.mark.parametrize("d", [64, 128])
+def test_keys_that_do_not_exist_have_no_share(d, device_by_name, taken):
+    check_a_large_key(d)
+    assert taken
+
+
+def check_a_large_key(d):
+    moved = on_device(one_large_key(d))
+    dq, dk = (np.asarray(gradient).astype(np.float64) for gradient in moved.backward(*moved.forward())[:2])
+    assert not dq.any() and not dk.any()
+
+
+@pytest.mark.parametrize("d", [64, 128])
+def test_keys_that_do_not_exist_are_missed(d, device_by_name, monkeypatch):
+    break_backward(monkeypatch, "y < left ? 0.0f : -INFINITE", "0.0f")
+    with pytest.raises(AssertionError):
+        check_a_large_key(d)
+
+
 def test_two_calls_do_not_add_up(device_by_name):
     check_two_calls()
 
@@ -253,8 +281,19 @@ def test_other_calls_go_another_way(options, device_by_name, taken):
 
 BROKEN = {
     "": ("causal", "", ""),
-    "the band is a row wide of the mark": ("causal", "BAND ? (int)clamp(j - call", "BAND ? (int)clamp(j - 1 - call"),
-    "all tiles are taken for plain": ("causal", "if (plain) {", "if (true) {"),
+    "the band is a row wide of the mark": ("causal", "low = (int)clamp(j - call", "low = (int)clamp(j - 1 - call"),
+    "all tiles are taken for plain": ("causal", "if (!BAND || plain) {", "if (true) {"),
+    "limits are written before V is read": (
+        "causal, d = 128", "meet(WARPGROUP_MEETS + mine, WARPGROUP);  // V is read", ""),
+    "what hides keys is another lane's": (
+        "causal, d = 128", "first_key * SLAB_ROW) + threadIdx.x % WARPGROUP;", "first_key * SLAB_ROW);"),
+    "keys that no row sees have the dS of others": (
+        "causal, d = 128", "store_across(tile + mine * BR * SLAB_ROW, n, zeros);", ""),
+    "keys that no row sees are left out of dQ": ("causal, d = 128", "pass_on(dQ);\n                tell();", "tell();"),
+    "too few keys that no row sees": ("causal, d = 128", "(i0 + BR <= seen_from ||", "(i0 <= seen_from ||"),
+    "too many rows past those that see": ("window, d = 128", "|| i0 >= seen_to)", "|| i0 + BR >= seen_to)"),
+    "rows that follow, and keys that no row sees": (
+        "packed, keys that no row sees", "if (SKIPS && !rows_end && (", "if (SKIPS && ("),
     "keys that follow are left": ("lengths", "if (keys_follow && left < BC)", "if (false)"),
     "rows that follow are left": ("packed", "rows_end = rows_follow &&", "rows_end = false &&"),
     "rows that follow are cleared too late": ("packed", "fence_shared();\n                all_meet();", "all_meet();"),
@@ -267,7 +306,11 @@ BROKEN = {
     "lse is in other units": ("one tile", "lse[n] * LOG2E;", "lse[n];"),
     "heads of a group share a block of sums": (
         "groups", "block = first_block(call, work.b, h,", "block = first_block(call, work.b, 0,"),
-    "dQ is not fenced": ("one tile", "fence_shared();\n            arrive_as", "arrive_as"),
+    "heads of a group share a block of sums, d = 64": (
+        "one key head", "(float4*)sums_of_block(call, first_block(call, work.b, h,",
+        "(float4*)sums_of_block(call, first_block(call, work.b, 0,"),
+    "warpgroups add to the same sums": ("one tile, d = 64", "in_patch = mine * (PATCH / LANE_NUMBERS) +", "in_patch ="),
+    "dQ is not fenced": ("one tile", "fence_shared();\n                    arrive_as", "arrive_as"),
     "dQ is added before it is there": ("one tile", "await(barriers + DQ_THERE, parity);", ""),
     "dQ is given back before it was read": ("many steps", "await_stores_read<0>();\n        arrive(", "arrive("),
     "sequences share a block of sums": ("packed", "q_start / BR + b;", "q_start / BR;"),

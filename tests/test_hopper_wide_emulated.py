@@ -209,11 +209,11 @@ BROKEN = {
     "P is in float16 as it is": ("small probabilities", "TYPE == FLOAT16 ? 15 : 0", "0"),
     "P stays too large": ("one tile", "dV, P_LESS,", "dV, 1.0f,"),
     "Q is given back early": (
-        "many steps", "if (last >= 0 && lane == 0)\n                    arrive(barriers + Q_READ + last)",
-        "if (lane == 0)\n                    arrive(barriers + Q_READ + stage)", "slopes, before dK"),
+        "many steps", "if (last >= 0)\n                    arrive_as_warp(barriers + Q_READ + last, lane)",
+        "arrive_as_warp(barriers + Q_READ + stage, lane)", "slopes, before dK"),
     "dO is given back early": (
-        "many steps", "if (last >= 0 && lane == 0)\n                    arrive(barriers + O_READ + last)",
-        "if (lane == 0)\n                    arrive(barriers + O_READ + stage)", "scores, before dV"),
+        "many steps", "if (last >= 0)\n                    arrive_as_warp(barriers + O_READ + last, lane)",
+        "arrive_as_warp(barriers + O_READ + stage, lane)", "scores, before dV"),
     "S is read early": ("one tile", "            await_products<0>();\n\n            // P =", "            // P ="),
     "dP is read early": ("one tile", "await_products<0>();  // dP\n", "\n"),
     "dV is read early": ("one tile", "await_products<0>();  // dV", ""),

@@ -336,7 +336,9 @@ extern "C" __global__ void __launch_bounds__(THREADS) fa2_few_rows(const __grid_
     constexpr int BEGUN = UNITS / 2;  // steps whose K is asked for
 #pragma unroll 1
     for (;;) {
+        // All that was believed is read once more, at one time
         const Sequence truth = sequence(call, b);
+        unsigned found = known(look_up(first_of_warp));
         if (part < parts) {
 #pragma unroll
             for (int unit = 0; unit < UNITS - 1; unit++)
@@ -346,9 +348,10 @@ extern "C" __global__ void __launch_bounds__(THREADS) fa2_few_rows(const __grid_
         const int first = first_of_warp, distance = stride, end = first + (BEGUN - 1) * distance + STEP, high = j_high;
         s = truth;
         share_out();
-        const unsigned found = known(look_up(first_of_warp));
-        const bool kept = first == first_of_warp && distance == stride && (high == j_high || (end <= high && end <= j_high)) &&
-                          (lane >= BEGUN || found == now);
+        const bool same_steps = first == first_of_warp && distance == stride;
+        const bool kept = same_steps && (high == j_high || (end <= high && end <= j_high)) && (lane >= BEGUN || found == now);
+        if (!same_steps || high != j_high)
+            found = known(look_up(first_of_warp));
         now = found, next = look_up(first_of_warp + WARP_SIZE * stride);
         if (__all_sync(WARP, kept))
             break;

@@ -114,16 +114,16 @@ template <int ROWS, int COLUMNS, int MEMBERS> __device__ __forceinline__ void cl
 template <int ROWS> __device__ constexpr int column_step(int n) { return n / 4 * ROWS * SLAB_ROW + n % 4 * 32; }
 constexpr int ROW_STEP = SUM * SLAB_ROW;  // the same of one that is
 
-// `count` rows of slabs in shared memory, from `first` on, to rows of a matrix, those that exist; zeros past `full`. By some threads.
-template <int ROWS, int COLUMNS, int WIDTH, int MEMBERS>
-__device__ __forceinline__ void store_rows(
-    elem* to, long long stride, const unsigned char* slabs, int first, int count, int exist, int full)
+// COUNT rows of slabs in shared memory, from `first` on, to rows of a matrix, those that exist; zeros past `full`. By MEMBERS threads, each of which
+// has all its loads under way at once.
+template <int ROWS, int COLUMNS, int WIDTH, int MEMBERS, int COUNT>
+__device__ __forceinline__ void store_rows(elem* to, long long stride, const unsigned char* slabs, int first, int exist, int full)
 {
     constexpr int VECTORS = WIDTH / 8;
-#pragma unroll 2
-    for (int n = threadIdx.x % MEMBERS; n < count * VECTORS; n += MEMBERS) {
-        const int y = n / VECTORS, piece = n % VECTORS;
-        if (y < exist) {
+#pragma unroll
+    for (int from = 0; from < COUNT * VECTORS; from += MEMBERS) {
+        const int n = from + threadIdx.x % MEMBERS, y = n / VECTORS, piece = n % VECTORS;
+        if (y < exist && (COUNT * VECTORS % MEMBERS == 0 || y < COUNT)) {
             uint4 x = *(const uint4*)(slabs + piece / 8 * ROWS * SLAB_ROW + in_slab(first + y, piece % 8));
             if (y >= full)
                 x = make_uint4(0, 0, 0, 0);

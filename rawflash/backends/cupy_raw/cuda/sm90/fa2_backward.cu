@@ -2,12 +2,12 @@
 //
 // fa2_backward_keys: a block of threads owns Bc = 128 keys of one key head and runs over the Q blocks of all query heads that share it.
 // One warpgroup copies (tensor maps), two compute: each of these owns 64 of the keys, with dK and dV in registers. Everything is transposed,
-// S^T = K Q^T and dP^T = V dO^T, so that P^T and dS^T are factors of dV += P^T dO and dK += dS^T Q where they are, in registers. dS^T goes to
-// shared memory as well, as a factor of dQ_i = dS K, in which both warpgroups' keys have a share. dQ_i is left in shared memory, from where a
-// thread of the first warpgroup adds it to float32 sums in device memory, in the order in which the registers held it. dK is under way while dQ_i is
-// handed on.
-// On chip:  K (Bc, d), V (Bc, dv), STAGES of Q (Br, d) and dO (Br, dv), two dS (Bc, Br) in 16 bits; dQ (Br, d); lse and delta (Br), barriers;
-//           in registers S (Bc, Br), dP (Bc, 64), dK (Bc, d), dV (Bc, dv), dQ (Br, d).
+// S^T = K Q^T and dP^T = V dO^T, so that P^T and dS^T are factors of dV += P^T dO and dK += dS^T Q where they are, in registers; so is V, or half of
+// it. dS^T goes to shared memory as well, as a factor of dQ_i = dS K, in which both warpgroups' keys have a share. dQ_i is added to float32 sums in
+// device memory, in the order in which the registers hold it: at once, or from shared memory, where it is left for one thread to add. dK is under way
+// while dQ_i is handed on.
+// On chip:  K (Bc, d), V (Bc, dv), STAGES of Q (Br, d) and dO (Br, dv), two dS (Bc, Br) in 16 bits; dQ (Br, d) or none; lse and delta (Br), barriers;
+//           in registers S (Bc, Br), dP (Bc, 64), dK (Bc, d), dV (Bc, dv), dQ (Br, d), of V (Bc, dv) or (Bc, 64).
 //
 // fa2_backward_finish: dQ = scale * those sums, row by row.
 //
@@ -17,7 +17,6 @@
 
 #include "backward.cuh"
 
-constexpr bool V_IN_REGISTERS = BR == 128;           // a factor that may be in shared memory, too: where registers are left for it
 constexpr int COMPUTING = 2, KEYS = BC / COMPUTING;  // warpgroups, and the keys of each
 constexpr int KEYS_THREADS = (1 + COMPUTING) * WARPGROUP;
 constexpr int STAGES = BR == 64 ? 3 : 2, S_STAGES = 2;  // of Q and dO on chip; of dS
@@ -25,19 +24,29 @@ constexpr int COPYING = 64;                             // threads that copy; on
 constexpr int PART = 64, PARTS = BR / PART;             // rows that dP has at a time
 static_assert(KEYS == 64 && BR % SLAB == 0, "what products can do");
 
+// Steps of SUM columns of dP = V dO^T whose factor V is in registers, not in shared memory, which is what bounds this kernel: as many as there is
+// room for. So no product reads that slab of V any more: what hides keys of a lane is there, as few blocks of rows need it.
+constexpr int V_HELD = BR == 128 ? TO_V / SUM : 4;
+constexpr bool LIMITS_ON_CHIP = BAND && BR == 64;
+constexpr bool SKIPS = BAND && BR == 64;  // products between rows and keys none of which they see
+static_assert(V_HELD <= TO_V / SUM && (!LIMITS_ON_CHIP || V_HELD >= SLAB / SUM), "a slab");
+
 // Who computes which part of dQ_i, 64 rows each: half of the columns, or half of the rows; or all of it, from the warpgroup's own keys.
 constexpr bool BY_COLUMNS = BR == 64 && TO_D == 128, BY_ROWS = BR == 128 && TO_D == 64, BY_KEYS = !BY_COLUMNS && !BY_ROWS;
 constexpr int DQ_COLUMNS = BY_COLUMNS ? TO_D / 2 : TO_D;
 static_assert(!BY_KEYS || BR == 64, "all rows");
 constexpr int PATCH = 64 * DQ_COLUMNS;          // numbers of it
 constexpr int PATCHES = BR * TO_D / PATCH;      // in a block of rows
+// Those that compute dQ_i add it to its sums themselves; otherwise it is left in shared memory, and one thread has it added. Which is faster was
+// measured; the order of the sums is kept in the second way only.
+constexpr bool AT_ONCE = BR == 128 && !DETERMINISTIC;
 
 constexpr bool DS_BY_ROWS = BR == 64;  // dS is on chip with the rows of Q, each warpgroup's keys in a slab of their own; otherwise dS^T, with the keys'
 constexpr int DK_FIRST = BR == 64 ? BR / SUM : BR / SUM * 3 / 4;  // of the products for dK, those that begin before dQ_i is handed on
 
 // Where things are on chip, in bytes.
 constexpr int AT_K = 0, AT_V = AT_K + BC * TO_D * 2, AT_Q = AT_V + BC * TO_V * 2, AT_DO = AT_Q + STAGES * BR * TO_D * 2;
-constexpr int AT_DS = AT_DO + STAGES * BR * TO_V * 2, AT_DQ = AT_DS + S_STAGES * BC * BR * 2, AT_LSE = AT_DQ + COMPUTING * PATCH * 4;
+constexpr int AT_DS = AT_DO + STAGES * BR * TO_V * 2, AT_DQ = AT_DS + S_STAGES * BC * BR * 2, AT_LSE = AT_DQ + (AT_ONCE ? 0 : COMPUTING * PATCH * 4);
 constexpr int AT_DELTA = AT_LSE + STAGES * BR * 4, AT_BARRIERS = AT_DELTA + STAGES * BR * 4;
 constexpr int K_THERE = 0, V_THERE = 1, DQ_THERE = 2, DQ_READ = 3, Q_THERE = 4, O_THERE = Q_THERE + STAGES, READ = O_THERE + STAGES;
 constexpr int BARRIERS = READ + STAGES;
@@ -66,35 +75,26 @@ __device__ __forceinline__ void copy_all(const MappedCall& argument, const Work&
 {
     const Call& call = argument.call;
     const int thread = threadIdx.x;
-    if (thread == 0) {
-        arrive_expecting(barriers + K_THERE, BC * TO_D * 2);
-        copy_slabs<BC, TO_D>(on_chip + AT_K, argument.map[MAP_K], barriers + K_THERE, work.k_start + work.j0, work.h, work.slot);
-    }
     Ring<STAGES> to;
     int h = work.h * ((int)call.Hq / (int)call.Hkv), i0 = first_rows(work);
     for (int steps = work.steps; steps > 0; steps--) {
-        // Q_i, dO_i, and V before the first
         Barrier *const q_there = barriers + Q_THERE + to.stage, *const o_there = barriers + O_THERE + to.stage;
         await(barriers + READ + to.stage, to.parity ^ 1);
         if (thread == 0) {
             arrive_expecting(q_there, BR * TO_D * 2);
             copy_slabs<BR, TO_D>(on_chip + AT_Q + to.stage * BR * TO_D * 2, argument.map[MAP_Q], q_there, work.q_start + i0, h, work.slot);
-            if (steps == work.steps) {
-                arrive_expecting(barriers + V_THERE, BC * TO_V * 2);
-                copy_slabs<BC, TO_V>(on_chip + AT_V, argument.map[MAP_V], barriers + V_THERE, work.k_start + work.j0, work.h, work.slot);
-            }
             arrive_expecting(o_there, BR * TO_V * 2);
             copy_slabs<BR, TO_V>(on_chip + AT_DO + to.stage * BR * TO_V * 2, argument.map[MAP_DO], o_there, work.q_start + i0, h, work.slot);
         }
 
         // lse in units of exp2, and delta. A row that sees nothing has P = 0, and one that does not exist. All rows of a thread are asked for before
         // any is awaited, but for packed sequences, whose places take the registers for it.
-        constexpr int AT_ONCE = PACKED ? 1 : BR / COPYING;
+        constexpr int LOADS = PACKED ? 1 : BR / COPYING;
 #pragma unroll
-        for (int from = 0; from < BR; from += AT_ONCE * COPYING) {
-            float lse[AT_ONCE], delta[AT_ONCE];
+        for (int from = 0; from < BR; from += LOADS * COPYING) {
+            float lse[LOADS], delta[LOADS];
 #pragma unroll
-            for (int n = 0; n < AT_ONCE; n++) {
+            for (int n = 0; n < LOADS; n++) {
                 const int i = i0 + from + n * COPYING + thread;
                 lse[n] = -INFINITE, delta[n] = 0.0f;
                 if (i < work.q_length) {
@@ -103,7 +103,7 @@ __device__ __forceinline__ void copy_all(const MappedCall& argument, const Work&
                 }
             }
 #pragma unroll
-            for (int n = 0; n < AT_ONCE; n++) {
+            for (int n = 0; n < LOADS; n++) {
                 const int at = to.stage * BR + from + n * COPYING + thread;
                 ((float*)(on_chip + AT_LSE))[at] = lse[n] == -INFINITE ? INFINITE : lse[n] * LOG2E;
                 ((float*)(on_chip + AT_DELTA))[at] = delta[n];
@@ -177,7 +177,13 @@ __device__ __forceinline__ void store_across(unsigned char* slab, int n, const u
     store_matrices<true>(slab + in_slab(16 * n + matrix / 2 * 8 + lane % 8, 2 * warp + matrix % 2), factor[0], factor[1], factor[2], factor[3]);
 }
 
-__device__ __forceinline__ void all_meet() { meet(ALL_MEET, COMPUTING * WARPGROUP); }
+__device__ __forceinline__ void all_meet()
+{
+    if constexpr (SKIPS)
+        meet_from_apart(ALL_MEET, COMPUTING * WARPGROUP);
+    else
+        meet(ALL_MEET, COMPUTING * WARPGROUP);
+}
 
 __device__ __forceinline__ void compute_all(const Call& call, const Work& work, unsigned char* on_chip, Barrier* barriers)
 {
@@ -194,28 +200,32 @@ __device__ __forceinline__ void compute_all(const Call& call, const Work& work, 
     if (work.steps > 0) {
         const float scale = (float)(call.scale * (double)LOG2E);
         const int q_length = work.q_length, left = (int)least(work.kv_length - work.j0, BC);  // keys of the block
-        // Of the lane's two keys: the rows that see them, none if the key does not exist. All rows from plain_from on, before plain_to, see
-        // all of the warpgroup's keys, or do not exist.
-        int first[2], count[2];
-        int plain_from = 0, plain_to = first_key + KEYS <= left ? q_length + BR : 0;
+        // Of the lane's two keys: the rows that see them, none if the key does not exist; without a band, the most that an exponent may be
+        // there. Between the warpgroup's keys and rows that are `seen`, some are visible, and all that exist with rows that are `plain`.
+        unsigned first[2], count[2];
+        float most[2];
+        int seen_from = 0, seen_to = q_length, plain_from = 0, plain_to = q_length + BR;
 #pragma unroll
         for (int e = 0; e < 2; e++) {
             const int y = first_key + 16 * warp + lane / 4 + 8 * e;
-            const long long j = work.j0 + y - work.offset;
-            first[e] = BAND ? (int)clamp(j - call.band_upper, 0, q_length) : 0;
-            count[e] = (BAND ? (int)clamp(j - call.band_lower + 1, 0, q_length) : q_length) - first[e];
-            if (y >= left)
-                count[e] = 0;
-            first[e] -= 2 * (lane % 4);
+            most[e] = y < left ? 0.0f : -INFINITE;
+            if constexpr (BAND) {
+                const long long j = work.j0 + y - work.offset;
+                const int low = (int)clamp(j - call.band_upper, 0, q_length), high = (int)clamp(j - call.band_lower + 1, 0, q_length);
+                first[e] = low - 2 * (lane % 4), count[e] = y < left ? high - low : 0;
+            }
         }
         if constexpr (BAND) {
             const long long j = work.j0 + first_key - work.offset;
+            seen_from = (int)clamp(j - call.band_upper, 0, q_length);
+            seen_to = (int)clamp(j + KEYS - call.band_lower, 0, q_length);
             plain_from = (int)clamp(j + KEYS - 1 - call.band_upper, 0, q_length + BR);
-            plain_to = (int)least(plain_to, clamp(j - call.band_lower + 1, 0, q_length + BR));
+            plain_to = first_key + KEYS <= left ? (int)clamp(j - call.band_lower + 1, 0, q_length + BR) : 0;
         }
         // Copies read what follows the rows of a sequence if there is something
         const bool rows_follow = work.q_start + q_length < call.rows_q, keys_follow = work.k_start + work.kv_length < call.rows_k;
-        float4* const passed = (float4*)(on_chip + AT_DQ) + mine * (PATCH / LANE_NUMBERS) + warp * (DQ_COLUMNS / 8) * WARP_LANES + lane;
+        const int in_patch = mine * (PATCH / LANE_NUMBERS) + warp * (DQ_COLUMNS / 8) * WARP_LANES + lane;
+        float4* const passed = (float4*)(on_chip + AT_DQ) + in_patch;
 
         const unsigned long long K = factor(on_chip + AT_K + first_key * SLAB_ROW), V = factor(on_chip + AT_V + first_key * SLAB_ROW);
         const unsigned long long K_across =
@@ -226,7 +236,12 @@ __device__ __forceinline__ void compute_all(const Call& call, const Work& work, 
         const unsigned long long dS_across = factor(on_chip + AT_DS + (BY_ROWS ? mine * BC * SLAB_ROW : 0), BC * SLAB_ROW);
 
         Ring<STAGES> at;
-        int i0 = first_rows(work);
+        int h = work.h * ((int)call.Hq / (int)call.Hkv), i0 = first_rows(work);
+        const auto next_step = [&]() {
+            at.next();
+            i0 = next_rows(work, i0);
+            h += i0 == first_rows(work);
+        };
 
         await(barriers + K_THERE, 0);
         await(barriers + V_THERE, 0);
@@ -237,18 +252,72 @@ __device__ __forceinline__ void compute_all(const Call& call, const Work& work, 
             all_meet();
         }
 
-        unsigned V_mine[V_IN_REGISTERS ? TO_V / SUM : 1][4];
-        if constexpr (V_IN_REGISTERS) {
+        unsigned V_mine[V_HELD][4];
 #pragma unroll
-            for (int n = 0; n < TO_V / SUM; n++)
-                load_factor<BC>(V_mine[n], on_chip + AT_V, first_key, n);
+        for (int n = 0; n < V_HELD; n++)
+            load_factor<BC>(V_mine[n], on_chip + AT_V, first_key, n);
+        uint4* const limits = (uint4*)(on_chip + AT_V + first_key * SLAB_ROW) + threadIdx.x % WARPGROUP;
+        if constexpr (LIMITS_ON_CHIP) {
+            meet(WARPGROUP_MEETS + mine, WARPGROUP);  // V is read
+            *limits = make_uint4(first[0], first[1], count[0], count[1]);
         }
 
         for (int steps = work.steps; steps > 0; steps--) {
-                const bool rows_end = rows_follow && i0 + BR > q_length;
+            const bool rows_end = rows_follow && i0 + BR > q_length;
             unsigned char* const tile = on_chip + AT_DS + steps % S_STAGES * (BC * BR * 2);
             const int of_q = at.stage * (BR * TO_D * 2 >> 4), of_o = at.stage * (BR * TO_V * 2 >> 4);
             const int of_s = steps % S_STAGES * (BC * BR * 2 >> 4);
+
+            // dQ_i = dS K
+            const auto begin_dQ = [&](float (&dQ)[DQ_COLUMNS / 2]) __attribute__((always_inline)) {
+                fence_products();
+#pragma unroll
+                for (int n = 0; n < (BY_KEYS ? KEYS : BC) / SUM; n++)
+                    if constexpr (DS_BY_ROWS)
+                        multiply_ss<DQ_COLUMNS, false, true>(dQ, moved(dS_rows, column_step<BR>(n)) + of_s, moved(K_across, n * ROW_STEP), n > 0);
+                    else
+                        multiply_ss<DQ_COLUMNS, true, true>(dQ, moved(dS_across, n * ROW_STEP) + of_s, moved(K_across, n * ROW_STEP), n > 0);
+                commit_products();
+            };
+            const auto pass_on = [&](const float (&dQ)[DQ_COLUMNS / 2]) __attribute__((always_inline)) {
+                float4* to = passed;
+                if constexpr (AT_ONCE)
+                    to = (float4*)sums_of_block(call, first_block(call, work.b, h, work.q_start) + i0 / BR) + in_patch;
+                else
+                    await(barriers + DQ_READ, (work.steps - steps & 1) ^ 1);  // that of the step before is on its way
+#pragma unroll
+                for (int n = 0; n < DQ_COLUMNS / 8; n++)
+                    if constexpr (AT_ONCE)
+                        add_four(to + n * WARP_LANES, make_float4(dQ[4 * n], dQ[4 * n + 1], dQ[4 * n + 2], dQ[4 * n + 3]));
+                    else
+                        to[n * WARP_LANES] = make_float4(dQ[4 * n], dQ[4 * n + 1], dQ[4 * n + 2], dQ[4 * n + 3]);
+            };
+            const auto tell = [&]() __attribute__((always_inline)) {
+                if constexpr (!AT_ONCE) {
+                    fence_shared();
+                    arrive_as_warp(barriers + DQ_THERE, lane);
+                }
+            };
+
+            // No row of them sees a key of this warpgroup, which has a share in their dQ nevertheless
+            if (SKIPS && !rows_end && (i0 + BR <= seen_from || i0 >= seen_to)) {
+                await(barriers + Q_THERE + at.stage, at.parity);
+                await(barriers + O_THERE + at.stage, at.parity);
+                const unsigned zeros[4] = {};
+#pragma unroll
+                for (int n = 0; n < BR / SUM; n++)
+                    store_across(tile + mine * BR * SLAB_ROW, n, zeros);
+                fence_shared();
+                all_meet();
+                float dQ[DQ_COLUMNS / 2];
+                begin_dQ(dQ);
+                await_products<0>();
+                pass_on(dQ);
+                tell();
+                arrive_as_warp(barriers + READ + at.stage, lane);
+                next_step();
+                continue;
+            }
 
             // S^T = K Q^T
             float S[BR / 2];
@@ -271,8 +340,8 @@ __device__ __forceinline__ void compute_all(const Call& call, const Work& work, 
 #pragma unroll
                 for (int n = 0; n < TO_V / SUM; n++) {
                     const unsigned long long rows = moved(dO, r * PART * SLAB_ROW + column_step<BR>(n)) + of_o;
-                    if constexpr (V_IN_REGISTERS)
-                        multiply_rs<PART>(dP, V_mine[n], rows, n > 0);
+                    if (n < V_HELD)
+                        multiply_rs<PART>(dP, V_mine[n < V_HELD ? n : 0], rows, n > 0);
                     else
                         multiply_ss<PART>(dP, moved(V, column_step<BC>(n)), rows, n > 0);
                 }
@@ -294,22 +363,27 @@ __device__ __forceinline__ void compute_all(const Call& call, const Work& work, 
                 const float2* const lse = (const float2*)(on_chip + AT_LSE) + at.stage * (BR / 2) + r * (PART / 2) + lane % 4;
                 const float2* const delta = (const float2*)(on_chip + AT_DELTA) + at.stage * (BR / 2) + r * (PART / 2) + lane % 4;
                 // Column 8 (n / 4) + n % 2 after the lane's first is the row, counted from i0
-                const auto hide = [&](float (&x)[PART / 2]) {
+                const auto hide = [&](float (&x)[PART / 2], const uint4 limit) {
 #pragma unroll
                     for (int n = 0; n < PART / 2; n++)
-                        if ((unsigned)(i0 - first[n / 2 % 2] + r * PART + 8 * (n / 4) + n % 2) >= (unsigned)count[n / 2 % 2])
+                        if (i0 - (n / 2 % 2 ? limit.y : limit.x) + r * PART + 8 * (n / 4) + n % 2 >=
+                            (n / 2 % 2 ? limit.w : limit.z))
                             x[n] = 0.0f;
                 };
-                // P = exp(S - lse), at most 1 whatever was rounded; NaN stays NaN. dS = P (dP - delta). Without a branch between them, most exponentials
-                // are taken as dS is computed.
+                // P = exp(S - lse), at most 1 whatever was rounded, NaN stays NaN; 0 for keys that do not exist. dS = P (dP - delta). Without a branch
+                // between them, most exponentials are taken as dS is computed.
                 const auto differentiate = [&](const bool hidden, const float unit) __attribute__((always_inline)) {
                     float x[PART / 2];
+                    uint4 limit = make_uint4(0, 0, 0, 0);
+                    if (hidden)
+                        limit = LIMITS_ON_CHIP ? *limits : make_uint4(first[0], first[1], count[0], count[1]);
 #pragma unroll
                     for (int n = 0; n < PART / 2; n++)
                         x[n] = exp2_approximately(
-                            least_or_nan(fmaf(S[r * (PART / 2) + n], unit, n % 2 ? -lse[n / 4 * 4].y : -lse[n / 4 * 4].x), 0.0f));
+                            least_or_nan(fmaf(S[r * (PART / 2) + n], unit, n % 2 ? -lse[n / 4 * 4].y : -lse[n / 4 * 4].x),
+                                         BAND ? 0.0f : most[n / 2 % 2]));
                     if (hidden)
-                        hide(x);
+                        hide(x, limit);
 #pragma unroll
                     for (int n = 0; n < PART / SUM; n++)
                         to_factor(P[r * (PART / SUM) + n], x, n);
@@ -318,7 +392,7 @@ __device__ __forceinline__ void compute_all(const Call& call, const Work& work, 
                     for (int n = 0; n < PART / 2; n++)
                         x[n] *= dP[n] - (n % 2 ? delta[n / 4 * 4].y : delta[n / 4 * 4].x);
                     if (hidden)
-                        hide(x);
+                        hide(x, limit);
 #pragma unroll
                     for (int n = 0; n < PART / SUM; n++) {
                         const int row = r * (PART / SUM) + n;
@@ -329,9 +403,9 @@ __device__ __forceinline__ void compute_all(const Call& call, const Work& work, 
                             store_factor<BC>(tile, first_key, row, dS[row]);
                     }
                 };
-                if (plain) {
+                if (!BAND || plain) {
                     float unit[1] = {scale};
-                    pin(unit);  // another number to the compiler, which would take what both have in common before the branch
+                    pin(unit);  // another number to the compiler, which would take exponentials before this place
                     differentiate(false, unit[0]);
                 } else {
                     differentiate(true, scale);
@@ -349,16 +423,8 @@ __device__ __forceinline__ void compute_all(const Call& call, const Work& work, 
             fence_shared();
             all_meet();  // dS is there; no thread reads that of the step before the last any more
 
-            // dQ_i = dS K
             float dQ[DQ_COLUMNS / 2];
-            fence_products();
-#pragma unroll
-            for (int n = 0; n < (BY_KEYS ? KEYS : BC) / SUM; n++)
-                if constexpr (DS_BY_ROWS)
-                    multiply_ss<DQ_COLUMNS, false, true>(dQ, moved(dS_rows, column_step<BR>(n)) + of_s, moved(K_across, n * ROW_STEP), n > 0);
-                else
-                    multiply_ss<DQ_COLUMNS, true, true>(dQ, moved(dS_across, n * ROW_STEP) + of_s, moved(K_across, n * ROW_STEP), n > 0);
-            commit_products();
+            begin_dQ(dQ);
 
             // dK += dS^T Q, and dQ_i is handed on
             const auto begin_dK = [&](int from, int to) {
@@ -369,20 +435,15 @@ __device__ __forceinline__ void compute_all(const Call& call, const Work& work, 
             };
             begin_dK(0, DK_FIRST);
             await_products<1>();  // dV, dQ
-            await(barriers + DQ_READ, (work.steps - steps & 1) ^ 1);  // that of the step before is on its way
-#pragma unroll
-            for (int n = 0; n < DQ_COLUMNS / 8; n++)
-                passed[n * WARP_LANES] = make_float4(dQ[4 * n], dQ[4 * n + 1], dQ[4 * n + 2], dQ[4 * n + 3]);
+            pass_on(dQ);
             if constexpr (DK_FIRST < BR / SUM) {
                 fence_products();
                 begin_dK(DK_FIRST, BR / SUM);
             }
-            fence_shared();
-            arrive_as_warp(barriers + DQ_THERE, lane);
+            tell();
             await_products<0>();  // dK, whose factor dS is in registers
             arrive_as_warp(barriers + READ + at.stage, lane);
-            at.next();
-            i0 = next_rows(work, i0);
+            next_step();
         }
         all_meet();  // no thread reads K and V any more
     }
@@ -407,8 +468,8 @@ __device__ __forceinline__ void compute_all(const Call& call, const Work& work, 
     const int j = work.j0 + first_key, exist = (int)(PACKED ? work.kv_length : call.Tk) - j, full = work.kv_length - j;
     elem* const dk = row_of(call.dk, work.slot, work.h, work.k_start + j);
     elem* const dv = row_of(call.dv, work.slot, work.h, work.k_start + j);
-    store_rows<BC, TO_D, D, WARPGROUP>(dk, call.dk.row, on_chip + AT_K, first_key, KEYS, exist, full);
-    store_rows<BC, TO_V, DV, WARPGROUP>(dv, call.dv.row, on_chip + AT_V, first_key, KEYS, exist, full);
+    store_rows<BC, TO_D, D, WARPGROUP, KEYS>(dk, call.dk.row, on_chip + AT_K, first_key, exist, full);
+    store_rows<BC, TO_V, DV, WARPGROUP, KEYS>(dv, call.dv.row, on_chip + AT_V, first_key, exist, full);
 }
 
 extern "C" __global__ void __launch_bounds__(KEYS_THREADS, 1) fa2_backward_keys(const __grid_constant__ MappedCall argument)
@@ -416,9 +477,6 @@ extern "C" __global__ void __launch_bounds__(KEYS_THREADS, 1) fa2_backward_keys(
     extern __shared__ __align__(SLAB_ALIGNMENT) unsigned char on_chip[];
     Barrier* const barriers = (Barrier*)(on_chip + AT_BARRIERS);
     const Call& call = argument.call;
-    const Work work = work_of(call);
-    if (work.j0 >= (PACKED ? work.kv_length : call.Tk))
-        return;
     if (threadIdx.x == 0) {
         for (int n = 0; n < MAPS; n++)
             prefetch_map(argument.map[n]);
@@ -432,13 +490,23 @@ extern "C" __global__ void __launch_bounds__(KEYS_THREADS, 1) fa2_backward_keys(
             init_barrier(barriers + READ + n, COMPUTING * WARPS * ARRIVALS);
         }
         fence_barriers();
+        fence_shared();
+    }
+    const Work work = work_of(call);
+    if (work.j0 >= (PACKED ? work.kv_length : call.Tk))
+        return;
+    if (threadIdx.x == 0 && work.steps > 0) {  // as early as can be: a block of threads begins with waiting for them
+        arrive_expecting(barriers + K_THERE, BC * TO_D * 2);
+        copy_slabs<BC, TO_D>(on_chip + AT_K, argument.map[MAP_K], barriers + K_THERE, work.k_start + work.j0, work.h, work.slot);
+        arrive_expecting(barriers + V_THERE, BC * TO_V * 2);
+        copy_slabs<BC, TO_V>(on_chip + AT_V, argument.map[MAP_V], barriers + V_THERE, work.k_start + work.j0, work.h, work.slot);
     }
     __syncthreads();  // barriers are there
     if (threadIdx.x < WARPGROUP) {
         give_registers<COPYING_REGISTERS>();
         if (threadIdx.x < COPYING && work.steps > 0)
             copy_all(argument, work, on_chip, barriers);
-        else if (threadIdx.x == COPYING && work.steps > 0)
+        else if (!AT_ONCE && threadIdx.x == COPYING && work.steps > 0)
             add_all(call, work, on_chip, barriers);
     } else {
         take_registers<COMPUTING_REGISTERS>();
@@ -450,7 +518,7 @@ extern "C" __global__ void __launch_bounds__(KEYS_THREADS, 1) fa2_backward_keys(
 extern "C" __global__ void __launch_bounds__(THREADS) fa2_backward_finish(const __grid_constant__ Call call)
 {
     extern __shared__ __align__(SLAB_ALIGNMENT) unsigned char on_chip[];
-    const long long blocks = (call.Tq + BR - 1) / BR, block = blockIdx.x % blocks, bh = blockIdx.x / blocks, b = bh / call.Hq, h = bh % call.Hq;
+    const long long blocks = (call.Tq + BR - 1) / BR, number = gridDim.x - 1 - blockIdx.x, block = number % blocks, bh = number / blocks, b = bh / call.Hq, h = bh % call.Hq;
     const Sequence s = sequence(call, b);
     const long long i0 = block * BR, rows_end = PACKED ? s.q_length : call.Tq;
     if (i0 >= rows_end)
@@ -475,5 +543,5 @@ extern "C" __global__ void __launch_bounds__(THREADS) fa2_backward_finish(const 
     }
     __syncthreads();  // the rows are there
     elem* const to = row_of(call.dq, s.slot, h, s.q_start + i0);
-    store_rows<BR, TO_D, D, THREADS>(to, call.dq.row, on_chip, 0, BR, (int)(rows_end - i0), (int)(s.q_length - i0));
+    store_rows<BR, TO_D, D, THREADS, BR>(to, call.dq.row, on_chip, 0, (int)(rows_end - i0), (int)(s.q_length - i0));
 }

@@ -222,7 +222,7 @@ __device__ __forceinline__ void store_keys(
     }
     meet(meeting, WARPGROUP);
     const int exist = (int)(PACKED ? work.kv_length : call.Tk) - work.j0, full = work.kv_length - work.j0;
-    store_rows<BC, COLUMNS, WIDTH, WARPGROUP>(row_of(to, work.slot, work.h, work.k_start + work.j0), to.row, slabs, 0, BC, exist, full);
+    store_rows<BC, COLUMNS, WIDTH, WARPGROUP, BC>(row_of(to, work.slot, work.h, work.k_start + work.j0), to.row, slabs, 0, exist, full);
 }
 
 // ---- S, P and dV ---------------------------------------------------------------------------------------------------------------------
@@ -246,8 +246,8 @@ __device__ __forceinline__ void compute_scores(const Call& call, const Work& wor
 
             const auto dispose = [&]() {
                 await_products<OVERLAP ? 1 : 0>();  // dV of the step before
-                if (last >= 0 && lane == 0)
-                    arrive(barriers + O_READ + last);
+                if (last >= 0)
+                    arrive_as_warp(barriers + O_READ + last, lane);
             };
 
             // S^T = K Q^T
@@ -297,8 +297,7 @@ __device__ __forceinline__ void compute_scores(const Call& call, const Work& wor
             // dV += P^T dO
             await(barriers + O_THERE + stage, at.parity);
             dV.add(P, dO_across + stage * (DO_BYTES >> 4));
-            if (lane == 0)
-                arrive(barriers + Q_READ + stage);  // and lse
+            arrive_as_warp(barriers + Q_READ + stage, lane);  // and lse
 
             last = stage;
             at.next();
@@ -330,8 +329,8 @@ __device__ __forceinline__ void compute_slopes(const Call& call, const Work& wor
 
             const auto dispose = [&]() {
                 await_products<OVERLAP ? 1 : 0>();  // dK of the step before
-                if (last >= 0 && lane == 0)
-                    arrive(barriers + Q_READ + last);
+                if (last >= 0)
+                    arrive_as_warp(barriers + Q_READ + last, lane);
             };
 
             // dP^T = V dO^T
@@ -388,8 +387,7 @@ __device__ __forceinline__ void compute_slopes(const Call& call, const Work& wor
             // dK += dS^T Q
             await(barriers + Q_THERE + stage, at.parity);
             dK.add(dS, Q_across + stage * (Q_BYTES >> 4));
-            if (lane == 0)
-                arrive(barriers + O_READ + stage);  // and delta
+            arrive_as_warp(barriers + O_READ + stage, lane);  // and delta
 
             last = stage;
             at.next();
@@ -480,8 +478,8 @@ extern "C" __global__ void __launch_bounds__(KEYS_THREADS, 1) fa2_backward_keys(
         for (int n = 0; n < STAGES; n++) {
             init_barrier(barriers + Q_THERE + n, 1 + WARP_LANES);  // who begins the copy, and all lanes with their numbers
             init_barrier(barriers + O_THERE + n, 1 + WARP_LANES);
-            init_barrier(barriers + Q_READ + n, BOTH / WARP_LANES);
-            init_barrier(barriers + O_READ + n, BOTH / WARP_LANES);
+            init_barrier(barriers + Q_READ + n, BOTH / WARP_LANES * ARRIVALS);
+            init_barrier(barriers + O_READ + n, BOTH / WARP_LANES * ARRIVALS);
         }
         fence_barriers();
     }
@@ -534,5 +532,5 @@ extern "C" __global__ void __launch_bounds__(THREADS) fa2_backward_finish(const 
     }
     __syncthreads();  // the rows are there
     elem* const to = row_of(call.dq, s.slot, h, s.q_start + i0);
-    store_rows<BR, TO_D, D, THREADS>(to, call.dq.row, on_chip, 0, BR, (int)(rows_end - i0), (int)(s.q_length - i0));
+    store_rows<BR, TO_D, D, THREADS, BR>(to, call.dq.row, on_chip, 0, (int)(rows_end - i0), (int)(s.q_length - i0));
 }
