@@ -12,7 +12,7 @@
 // fa2_backward_finish: dQ = scale * those sums, row by row.
 //
 // Scores are plain ones: what hides keys is a band, and lengths. Rows and keys past the lengths are zeros on chip, so that products with
-// them are, too: of such a row, lse is +infinity, hence P = 0; such a key is hidden as the band hides others.
+// them are, too: of such a row, lse is +infinity, hence P = 0; such a key is hidden as a band hides others, or has an exponent of -infinity.
 // Both start from delta = rowsum(dO * O) - dlse (side_gradients.cu).
 
 #include "backward.cuh"
@@ -20,7 +20,7 @@
 constexpr int COMPUTING = 2, KEYS = BC / COMPUTING;  // warpgroups, and the keys of each
 constexpr int KEYS_THREADS = (1 + COMPUTING) * WARPGROUP;
 constexpr int STAGES = BR == 64 ? 3 : 2, S_STAGES = 2;  // of Q and dO on chip; of dS
-constexpr int COPYING = 64;                             // threads that copy; one of the next warp adds to dQ's sums
+constexpr int COPYING = 64;                             // threads that copy; one of the next warp may add to dQ's sums
 constexpr int PART = 64, PARTS = BR / PART;             // rows that dP has at a time
 static_assert(KEYS == 64 && BR % SLAB == 0, "what products can do");
 
@@ -41,12 +41,14 @@ constexpr int PATCHES = BR * TO_D / PATCH;      // in a block of rows
 // measured; the order of the sums is kept in the second way only.
 constexpr bool AT_ONCE = BR == 128 && !DETERMINISTIC;
 
-constexpr bool DS_BY_ROWS = BR == 64;  // dS is on chip with the rows of Q, each warpgroup's keys in a slab of their own; otherwise dS^T, with the keys'
+// dS is on chip with the rows of Q, each warpgroup's keys in a slab of their own; otherwise dS^T, with the keys'.
+constexpr bool DS_BY_ROWS = BR == 64;
 constexpr int DK_FIRST = BR == 64 ? BR / SUM : BR / SUM * 3 / 4;  // of the products for dK, those that begin before dQ_i is handed on
 
 // Where things are on chip, in bytes.
 constexpr int AT_K = 0, AT_V = AT_K + BC * TO_D * 2, AT_Q = AT_V + BC * TO_V * 2, AT_DO = AT_Q + STAGES * BR * TO_D * 2;
-constexpr int AT_DS = AT_DO + STAGES * BR * TO_V * 2, AT_DQ = AT_DS + S_STAGES * BC * BR * 2, AT_LSE = AT_DQ + (AT_ONCE ? 0 : COMPUTING * PATCH * 4);
+constexpr int AT_DS = AT_DO + STAGES * BR * TO_V * 2, AT_DQ = AT_DS + S_STAGES * BC * BR * 2;
+constexpr int AT_LSE = AT_DQ + (AT_ONCE ? 0 : COMPUTING * PATCH * 4);
 constexpr int AT_DELTA = AT_LSE + STAGES * BR * 4, AT_BARRIERS = AT_DELTA + STAGES * BR * 4;
 constexpr int K_THERE = 0, V_THERE = 1, DQ_THERE = 2, DQ_READ = 3, Q_THERE = 4, O_THERE = Q_THERE + STAGES, READ = O_THERE + STAGES;
 constexpr int BARRIERS = READ + STAGES;
@@ -158,7 +160,7 @@ __device__ __forceinline__ void add_all(const Call& call, const Work& work, cons
 
 // ---- the warpgroups that compute --------------------------------------------------------------------------------------------------
 
-// The reverse.
+// store_factor, in reverse.
 template <int ROWS> __device__ __forceinline__ void load_factor(unsigned (&factor)[4], const unsigned char* slabs, int row, int n)
 {
     const int lane = threadIdx.x % WARP_LANES, warp = threadIdx.x / WARP_LANES % WARPS;
@@ -301,6 +303,7 @@ __device__ __forceinline__ void compute_all(const Call& call, const Work& work, 
 
             // No row of them sees a key of this warpgroup, which has a share in their dQ nevertheless
             if (SKIPS && !rows_end && (i0 + BR <= seen_from || i0 >= seen_to)) {
+                // Not to be read, but nobody may give back what is still on its way
                 await(barriers + Q_THERE + at.stage, at.parity);
                 await(barriers + O_THERE + at.stage, at.parity);
                 const unsigned zeros[4] = {};
@@ -370,8 +373,8 @@ __device__ __forceinline__ void compute_all(const Call& call, const Work& work, 
                             (n / 2 % 2 ? limit.w : limit.z))
                             x[n] = 0.0f;
                 };
-                // P = exp(S - lse), at most 1 whatever was rounded, NaN stays NaN; 0 for keys that do not exist. dS = P (dP - delta). Without a branch
-                // between them, most exponentials are taken as dS is computed.
+                // P = exp(S - lse), at most 1 whatever was rounded, NaN stays NaN; 0 for keys that do not exist. dS = P (dP - delta). Without a
+                // branch between them, most exponentials are taken as dS is computed.
                 const auto differentiate = [&](const bool hidden, const float unit) __attribute__((always_inline)) {
                     float x[PART / 2];
                     uint4 limit = make_uint4(0, 0, 0, 0);
@@ -518,7 +521,8 @@ extern "C" __global__ void __launch_bounds__(KEYS_THREADS, 1) fa2_backward_keys(
 extern "C" __global__ void __launch_bounds__(THREADS) fa2_backward_finish(const __grid_constant__ Call call)
 {
     extern __shared__ __align__(SLAB_ALIGNMENT) unsigned char on_chip[];
-    const long long blocks = (call.Tq + BR - 1) / BR, number = gridDim.x - 1 - blockIdx.x, block = number % blocks, bh = number / blocks, b = bh / call.Hq, h = bh % call.Hq;
+    const unsigned number = gridDim.x - 1 - blockIdx.x;  // the last sums first, of which L2 may have some yet
+    const long long blocks = (call.Tq + BR - 1) / BR, block = number % blocks, bh = number / blocks, b = bh / call.Hq, h = bh % call.Hq;
     const Sequence s = sequence(call, b);
     const long long i0 = block * BR, rows_end = PACKED ? s.q_length : call.Tq;
     if (i0 >= rows_end)
