@@ -860,13 +860,6 @@ inline void add_bulk(float* to, const void* from, int bytes)
     begin(std::move(x));
 }
 
-inline void add_four(float4* to, float4 x)
-{
-    if ((size_t)to % 16)
-        STOP("four numbers are added to address %p: no multiple of 16", to);
-    to->x += x.x, to->y += x.y, to->z += x.z, to->w += x.w;
-}
-
 inline void copy_bulk(void* to, const void* from, Barrier* barrier, int bytes)
 {
     using namespace emulated;

@@ -290,7 +290,7 @@ __device__ __forceinline__ void compute_all(const Call& call, const Work& work, 
 #pragma unroll
                 for (int n = 0; n < DQ_COLUMNS / 8; n++)
                     if constexpr (AT_ONCE)
-                        add_four(to + n * WARP_LANES, make_float4(dQ[4 * n], dQ[4 * n + 1], dQ[4 * n + 2], dQ[4 * n + 3]));
+                        atomicAdd(to + n * WARP_LANES, make_float4(dQ[4 * n], dQ[4 * n + 1], dQ[4 * n + 2], dQ[4 * n + 3]));
                     else
                         to[n * WARP_LANES] = make_float4(dQ[4 * n], dQ[4 * n + 1], dQ[4 * n + 2], dQ[4 * n + 3]);
             };

@@ -150,13 +150,6 @@ __device__ __forceinline__ void add_bulk(float* to, const void* from, int bytes)
                  ::"l"(__cvta_generic_to_global(to)), "r"(shared_address(from)), "r"(bytes) : "memory");
 }
 
-// Four float32 are added to those in device memory, at a multiple of 16 bytes.
-__device__ __forceinline__ void add_four(float4* to, float4 x)
-{
-    asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};"
-                 ::"l"(__cvta_generic_to_global(to)), "f"(x.x), "f"(x.y), "f"(x.z), "f"(x.w) : "memory");
-}
-
 // bytes / 16 vectors of device memory come to shared memory, and count at the barrier.
 __device__ __forceinline__ void copy_bulk(void* to, const void* from, Barrier* barrier, int bytes)
 {
