@@ -28,7 +28,8 @@ import numpy.typing as npt
 
 from rawflash.arrays import as_numpy
 from rawflash.errors import ProblemError
-from rawflash.problem import check, check_wrt
+from rawflash.masks import UNBOUNDED
+from rawflash.problem import check, check_forward_only, check_wrt, known
 
 __all__ = [
     "attention",
@@ -219,7 +220,9 @@ class Call:
         self.mask = mask
         if mask is not None and not hasattr(mask, "visible"):
             self.mask = np.broadcast_to(np.asarray(mask), self.full_shape)
-        self.causal, self.window = causal, window
+        self.causal = causal
+        # A side farther than any position is as good as the farthest: sums of positions stay within 64 bits
+        self.window = window and tuple(None if side is None else min(int(side), UNBOUNDED) for side in window)
         self.softcap, self.dropout, self.seed = softcap, float(dropout), seed
         self.scale = 1.0 / math.sqrt(self.d) if scale is None else float(scale)
 
@@ -370,7 +373,7 @@ def attention(
     >>> attention(np.zeros((1, 4)), np.zeros((2, 4)), np.array([[1.0], [3.0]]))
     array([[2.]])
     """
-    return _forward(Call(q, k, v, **options), return_lse)
+    return _forward(Call(q, k, v, **known(options)), return_lse)
 
 
 def attention_backward(
@@ -425,7 +428,8 @@ def attention_backward(
     (array([[0.5],
            [0.5]]),)
     """
-    return _backward(Call(q, k, v, **options), dout, dlse, wrt)
+    check_forward_only(options)
+    return _backward(Call(q, k, v, **known(options)), dout, dlse, wrt)
 
 
 def attention_varlen(
@@ -471,7 +475,7 @@ def attention_varlen(
             [3.],
             [0.]]])
     """
-    call = Call(q, k, v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, **options)
+    call = Call(q, k, v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, **known(options))
     return _forward(call, return_lse)
 
 
@@ -519,7 +523,8 @@ def attention_varlen_backward(
     >>> dv[0, :, 0]
     array([1., 1., 0.])
     """
-    call = Call(q, k, v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, **options)
+    check_forward_only(options)
+    call = Call(q, k, v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, **known(options))
     return _backward(call, dout, dlse, wrt)
 
 

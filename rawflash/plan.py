@@ -164,6 +164,8 @@ def explain(
     """
     if direction == "backward":
         check_forward_only(options)
+        if block_table is not None:
+            raise ProblemError("block_table is not accepted with direction='backward'; expected None")
     _check_direction(direction)
     problem, x = check(
         q, k, v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, decode=block_table is not None,

@@ -375,7 +375,8 @@ def _block_table(source: arrays.Source, value: Any, batch: int, page: int, like:
         raise ProblemError("k_cache has blocks of 0 rows; expected at least 1 with block_table")
     array = _host_array("block_table", value, f"integers of shape (B, max_blocks) = ({batch}, *)")
     if array.size == 0 and isinstance(value, (list, tuple)):
-        array = array.astype(np.int64)  # rows without entries are floats to NumPy
+        # Rows without entries are floats to NumPy, and no rows are one axis
+        array = array.astype(np.int64) if array.ndim > 1 else np.zeros((0, 0), np.int64)
     if array.dtype.kind not in "iu":
         raise ProblemError(f"block_table has dtype {array.dtype}; expected integers")
     _expect("block_table", array.shape, (batch, None), f"to match {like}")
@@ -570,7 +571,8 @@ def _check(
     for name, value in options.items():
         if varlen and name in _NOT_VARLEN and value is not None:
             raise ProblemError(f"{name} is not accepted with cu_seqlens; expected None")
-        if decode and name in _NOT_DECODE and value is not None and not (type(value) in (int, float) and value == 0):
+        number = type(value) in (int, float) or isinstance(value, np.number)
+        if decode and name in _NOT_DECODE and value is not None and not (number and value == 0):
             raise ProblemError(f"{name} is not an option of attention_decode; expected it in a call of attention")
     if decode and options.get("kv_lengths") is None:
         raise ProblemError("kv_lengths is None; expected how many keys of each sequence are valid, integers (B,)")

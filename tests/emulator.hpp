@@ -248,6 +248,7 @@ inline unsigned __byte_perm(unsigned x, unsigned y, unsigned selectors)
 
 inline float half_to_float(unsigned short x) { return (float)bits<_Float16>(x); }
 inline unsigned short float_to_half(float x) { return bits<unsigned short>((_Float16)x); }
+inline float __fmul_rn(float x, float y) { return x * y; }
 inline float exp2_approximately(float x)
 {
     const float y = exp2f(x);

@@ -219,6 +219,22 @@ def test_scores_near_the_largest_float32(device_by_name, name, dtype):
         np.testing.assert_allclose(a, b, rtol=2e-2 if dtype == "bfloat16" else 1e-5, atol=1e-2 * np.abs(b).max())
 
 
+@pytest.mark.parametrize("chip, dtype, size, T", [
+    ("sm_90", "float32", 1e5, 512), ("sm_90", "float32", 1e10, 512), ("sm_90", "float16", 6e4, 70),
+])  # fmt: skip
+def test_scores_beyond_what_float32_tells_apart(chip, dtype, size, T, device, monkeypatch):
+    """Scores of 1e9 to 1e20: as powers of two, m is rounded by more than P may exceed 1."""
+    monkeypatch.setattr(hardware, "_gpu", lambda device: replace(hardware.CHIPS[chip], processors=2))
+    case = make(B=1, Hq=1, Tq=T, d=64, dtype=dtype)
+    rng = np.random.default_rng(0)
+    for array, most in ((case.q, size), (case.k, size), (case.v, 1)):
+        array[:] = most * rng.random(array.shape)
+    reference = case.reference()
+    out, lse = on_device(case).forward()
+    assert_close("out", np.asarray(out), reference)
+    assert_close("lse", np.asarray(lse), reference)
+
+
 def test_a_bias_of_minus_infinity_hides_what_overflows(device_by_name):
     case = make(B=1, Hq=1, Tq=20, d=16, bias=np.where(np.arange(20) == 5, -np.inf, 0).astype(np.float32))
     case.q[...] = 10 * np.abs(case.q) + 1

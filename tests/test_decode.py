@@ -438,3 +438,10 @@ def test_new_values_that_lie_in_the_key_cache():
     k_cache, v_cache = cache.copy(), np.zeros((1, 1, 8, 1))
     rf.append_kv(k_cache, v_cache, cache[:, :, 4:6], k_cache[:, :, 2:4], [2])
     assert k_cache[0, 0, 2:4, 0].tolist() == [4, 5] and v_cache[0, 0, 2:4, 0].tolist() == [2, 3]
+
+
+def test_no_sequences_and_no_dropout():
+    caches = np.zeros((4, 1, 16, 8))
+    assert rf.attention_decode(np.zeros((0, 1, 1, 8)), caches, caches, [], block_table=[]).shape == (0, 1, 1, 8)
+    out = rf.attention_decode(np.zeros((4, 1, 1, 8)), caches, caches, [3] * 4, dropout=np.float64(0))
+    assert out.shape == (4, 1, 1, 8)

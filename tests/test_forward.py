@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given, note, settings
 from strategies import DTYPES, Case, fill, problems, restride
-from tolerances import assert_close, reference
+from tolerances import allowed_error, assert_close, errors, reference
 
 import rawflash as rf
 from rawflash import masks as M
@@ -292,3 +292,15 @@ def test_probabilities_below_the_smallest_normal_float32_may_vanish(backend, alg
     assert_close("out", out, expected)
     assert_close("lse", lse, expected)
     assert expected.allowed["out"].item() < 2e-36
+
+
+@pytest.mark.parametrize("T", [8000, 30000])
+def test_errors_do_not_grow_with_the_row(T):
+    """Two scores only: sums of equal numbers, whose rounding errors have one sign."""
+    rng = np.random.default_rng(0)
+    q, v = np.ones((1, 1, 16, 1), np.float32), rng.random((1, 1, T, 4)).astype(np.float32)
+    k = np.where(rng.random((1, 1, T, 1)) < 0.5, 0, -2).astype(np.float32)
+    want = reference(q, k, v)
+    out, lse = rf.attention(q, k, v, return_lse=True, backend="numba_cpu")
+    for name, found in (("out", out), ("lse", lse)):
+        assert (errors(name, found, want) <= allowed_error(name, want)).all()

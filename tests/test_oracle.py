@@ -5,6 +5,7 @@ import pytest
 import tolerances
 from test_arrays import DLPackOnly
 
+import rawflash as rf
 from rawflash import accuracy, oracle
 
 INF = np.inf
@@ -642,3 +643,22 @@ def test_bad_gradients_are_refused(replaced, words):
     oracle.attention_backward(**good)
     with pytest.raises(ValueError, match=words):
         oracle.attention_backward(**good | replaced)
+
+
+@pytest.mark.parametrize("options", [
+    dict(q_offset=-2**61, window=(2**63 - 1, None)), dict(window=(None, 2**63 - 1)), dict(window=(2**63, 0)),
+])  # fmt: skip
+def test_windows_wider_than_64_bits(options):
+    """Everything within the side is visible: nothing wraps around."""
+    x = np.eye(3)
+    out = oracle.attention(x, x, x, **options)
+    np.testing.assert_allclose(out, rf.attention(x, x, x, **options), atol=1e-15)
+    np.testing.assert_allclose(out.sum(), 3)
+
+
+def test_wrong_options_are_refused_as_everywhere():
+    x = np.eye(3)
+    with pytest.raises(rf.ProblemError, match="unknown option 'casual'; did you mean 'causal'"):
+        oracle.attention(x, x, x, casual=True)
+    with pytest.raises(rf.ProblemError, match="return_lse is not an option of the backward functions"):
+        oracle.attention_backward(x, x, x, x, None, None, return_lse=True)

@@ -241,3 +241,9 @@ def test_size_text():
     assert [size_text(n) for n in (0, 1023, 1024, 3 << 20, 5 << 30)] == [
         "0 bytes", "1023 bytes", "1.0 KiB", "3.0 MiB", "5.0 GiB",
     ]  # fmt: skip
+
+
+def test_decoding_has_no_backward_plan():
+    caches = np.zeros((4, 1, 16, 8))
+    with pytest.raises(rf.ProblemError, match="block_table is not accepted with direction='backward'"):
+        rf.explain(np.zeros((1, 1, 1, 8)), caches, caches, direction="backward", block_table=[[0]], kv_lengths=[3])

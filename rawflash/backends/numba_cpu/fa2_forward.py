@@ -33,6 +33,9 @@ from rawflash.problem import Operands, Problem
 from rawflash.tiling import FEW, Tiles
 
 
+LONGEST_ROW_SUM = 4096  # keys that are summed before what they give is added to what others gave
+
+
 def _make_kernel(stamp: str, dtype: str, plain: bool):
     @compiled(f"fa2_forward_{'plain' if plain else 'general'}_{dtype}")
     def kernel(counter, worker, call, out, lse):
@@ -47,6 +50,9 @@ def _make_kernel(stamp: str, dtype: str, plain: bool):
         K, V = aligned(padded(bc, MR) * d, one), aligned(padded(bc, MR) * dv + MR, one)
         S = aligned(padded(bc, MR) * width, one)
         m, l, alpha = aligned(panels * width, one), aligned(panels * width, one), aligned(panels * width, one)
+        # Of long rows, what was summed until some keys ago: so the error grows with these, not with the row.
+        long = size.Tk > LONGEST_ROW_SUM
+        O_before, l_before = aligned(panels * o_panel if long else 0, one), aligned(panels * width, one)
         # A plain score is scaled when its exponent is taken; the maximum is then that of scores before.
         factor = call.real.scale if plain else 1.0
         base, lowest = exponents(factor, S)
@@ -75,9 +81,18 @@ def _make_kernel(stamp: str, dtype: str, plain: bool):
             O[:] = 0
             m[:] = nothing
             l[:] = 0
+            O_before[:] = 0
+            l_before[:] = 0
             j_low, j_high = key_range(call, b, i0, i0 + n_i)
+            folded = j_low
             for j0 in range(j_low, j_high, bc):
                 j1 = min(j0 + bc, j_high)
+                if j1 - folded > LONGEST_ROW_SUM:
+                    folded = j0
+                    O_before += O
+                    l_before += l
+                    O[:] = 0
+                    l[:] = 0
                 # Load K_j, V_j
                 load_rows(K, d, UNIT, call.k, call.k_starts[b], b, h // group, j0, j1 - j0, d, one)
                 load_rows(V, dv, UNIT, call.v, call.k_starts[b], b, h // group, j0, j1 - j0, dv, one)
@@ -110,11 +125,18 @@ def _make_kernel(stamp: str, dtype: str, plain: bool):
                     # P = exp(S - m), l = alpha l + rowsum(P), O = alpha O
                     if softmax_panel(S, 0, n_j, m, l, alpha, p * width, base, lowest):
                         scale_panel(O, p * o_panel, dv, alpha, p * width)
+                        if folded > j_low:
+                            scale_panel(O_before, p * o_panel, dv, alpha, p * width)
+                            for x in range(p * width, (p + 1) * width):
+                                l_before[x] *= alpha[x]
                     if not plain:
                         if call.real.keep_scale != 1.0:
                             apply_dropout(call, S, width, b, h, i, rows, low_j, n_j, True)
                     # O = O + P V
                     gemm(V, (low_j - j0) * dv, UNIT, dv, S, NONE, O, p * o_panel, dv, n_j, True)
+            if folded > j_low:
+                O += O_before
+                l += l_before
             # O_i / l, lse_i = m + log l
             has_sink = len(call.sinks) > 0
             start = call.q_starts[b] + i0

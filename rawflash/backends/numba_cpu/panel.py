@@ -180,7 +180,9 @@ def softmax_panel(typingctx, S, at, rows, m, l, alpha, lane, factor, lowest):
             v.store(P, pointers)
             return [builder.fadd(total, p) for total, p in zip(sums, P)]
 
-        v.store(v.rows(rows, [builder.fmul(x, f) for x, f in zip(v.load(l_at), multiplier)], exponentiate), l_at)
+        # What was summed before comes last: errors of a long sum then grow with the length of its parts, not its own.
+        sums = v.rows(rows, [zero] * SHAPE.vectors, exponentiate)
+        v.store([v.fma(x, f, total) for x, f, total in zip(v.load(l_at), multiplier, sums)], l_at)
         changed = [builder.fcmp_unordered("!=", f, v.constant(1.0)) for f in multiplier]
         some = changed[0]
         for other in changed[1:]:

@@ -41,6 +41,7 @@ static_assert(PLAIN && !DROPOUT && !HAS_MASK && !PAGE, "other calls are those of
 // Scores stay products q.k where what makes them powers of two can be multiplied to them with the subtraction of m. Others are in natural units, and
 // the difference comes first: a large one times log2(e) could overflow.
 constexpr bool PRODUCTS = SCALE_LATER;
+constexpr float MOST_SHIFT = 16777216.0f;  // 2^24 powers of two: up to there m, multiplied by the scale, is rounded by 1/2
 constexpr float GROWTH = 8;  // powers of two by which P may exceed 1 before m follows
 constexpr float LN2 = 0.6931471805599453f;
 
@@ -80,8 +81,8 @@ __device__ __forceinline__ void finish_scores(float (&S)[NS][4], float scale, co
 
 // S becomes P = exp(S - m); O, m and l follow. m moves only when some row's maximum is far above it, as O and l are relative to any m, and what
 // is written of them is a quotient. It is the same in the lanes of a row, l is the lane's own part of the sum. Of PRODUCTS m is scaled, to a
-// power of two.
-__device__ __forceinline__ void softmax_step(float (&S)[NS][4], float (&O)[NO][4], float (&m)[2], float (&l)[2], float power)
+// power of two; is that of any row of the warp `far` away?
+__device__ __forceinline__ void softmax_step(float (&S)[NS][4], float (&O)[NO][4], float (&m)[2], float (&l)[2], float power, bool& far)
 {
     float top[2];
     bool grows = false;
@@ -95,12 +96,14 @@ __device__ __forceinline__ void softmax_step(float (&S)[NS][4], float (&O)[NO][4
         grows |= PRODUCTS ? top[r] - m[r] > GROWTH : (top[r] - m[r]) * power > GROWTH;  // NaN while nothing was seen: no
     }
     if (__any_sync(WARP, grows)) {
+        bool beyond = false;
 #pragma unroll
         for (int r = 0; r < 2; r++) {
             const float highest = larger(m[r], maximum_of_lanes<ROW_LANES>(top[r]));
             const float change = m[r] - (highest == -INFINITE ? 0.0f : highest);
             const float alpha = exp2_approximately(PRODUCTS ? change : change * power);
             m[r] = highest;
+            beyond |= PRODUCTS && fabsf(highest) >= MOST_SHIFT && highest != -INFINITE;
             l[r] *= alpha;
 #pragma unroll
             for (int n = 0; n < NO; n++) {
@@ -108,6 +111,15 @@ __device__ __forceinline__ void softmax_step(float (&S)[NS][4], float (&O)[NO][4
                 O[n][2 * r + 1] *= alpha;
             }
         }
+        far = __any_sync(WARP, beyond);
+    }
+    const float factor = PRODUCTS && far ? 1.0f : power;
+    if (PRODUCTS && far) {  // m is rounded, and in a fused product a score is not: they could lie whole powers of two apart
+#pragma unroll
+        for (int n = 0; n < NS; n++)
+#pragma unroll
+            for (int e = 0; e < 4; e++)
+                S[n][e] = __fmul_rn(S[n][e], power);
     }
 #pragma unroll
     for (int r = 0; r < 2; r++) {
@@ -118,7 +130,7 @@ __device__ __forceinline__ void softmax_step(float (&S)[NS][4], float (&O)[NO][4
 #pragma unroll
             for (int e = 2 * r; e < 2 * r + 2; e++) {
                 float& s = S[n][e];
-                s = exp2_approximately(PRODUCTS ? multiply_add(s, power, -shift) : (s - shift) * power);
+                s = exp2_approximately(PRODUCTS ? multiply_add(s, factor, -shift) : (s - shift) * power);
                 total += s;
             }
         l[r] += total;
@@ -190,6 +202,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) fa2_forward(const 
         unsigned from = row_number(call.Hkv, call.rows_k, s.slot, at.h_kv, s.k_start + j_low + last);
         const unsigned zero = (unsigned)(call.blocks >> 32);
         const float power = PRODUCTS ? float(call.scale * LOG2E_DOUBLE) : LOG2E;
+        bool far = false;
 
         // Load Q_i and the first K_j and V_j. Only these may reach behind the last key
         if (blocks > 0) {
@@ -220,7 +233,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) fa2_forward(const 
             commit_group();
 
             // m_new = max(m, rowmax(S)); P = exp(S - m_new); l = alpha l + rowsum(P); O = alpha O + P V
-            softmax_step(S, O, m, l, power);
+            softmax_step(S, O, m, l, power, far);
             add_output(O, S, base + V_AT + lane_rows<line_columns(DV)>(once_more(threadIdx.x)), zero);
         }
     }
