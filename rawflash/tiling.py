@@ -133,6 +133,7 @@ FEW_MMA_UNITS = 3  # of it, at least
 FEW_MMA_REGISTERS = 16 * 128  # numbers of Q that a block keeps in registers
 FEW_MMA_LEAST = 256  # keys for each part
 FEW_MMA_START, FEW_MMA_MERGE = 1.0, 1.5  # what a thread block costs beside its turns, and what merging costs, in turns
+FEW_MMA_BEGIN, FEW_MMA_HELPED = 2, 0.5  # what a piece costs a warp that helps, in steps; what it costs who is helped, in turns
 PART_STEPS = 4  # blocks of keys that a part of them has at least
 PART_MOST = 64  # parts of the keys
 PART_START = 1.0  # what a thread block costs beside its steps, and what merging costs, in steps
@@ -487,7 +488,7 @@ def _wgmma_wide(chip: Chip, d: int, dv: int, stages: int) -> Tiles | None:
         Tile("dS", WGMMA_BACKWARD_S * bc, br, 2),
         Tile("lse", stages * br, 1, 4),
         Tile("delta", stages * br, 1, 4),
-        Tile("barriers", 2 + 4 * stages, 1, 8),
+        Tile("barriers", 2 + 4 * stages + 2 * WGMMA_BACKWARD_S, 1, 8),
         Tile("S, P", bc, br, 4, REGISTERS),
         Tile("dP, dS", bc, br, 4, REGISTERS),
         Tile("dQ", br, min(2 * WGMMA_WIDE_DQ, d), 4, REGISTERS),
@@ -724,6 +725,19 @@ def _few_mma(problem: Problem, chip: Chip, br: int) -> Tiles | None:
         cost = waves * (-(-turns // n) + FEW_MMA_START) + (FEW_MMA_MERGE if n > 1 else 0)
         if cost < best:
             parts, best = n, cost
+    # Multiprocessors that would have no piece, each of them with one: their warps take some steps of those of others
+    idle, each_turns = processors - pieces, math.inf
+    if 0 < idle < pieces and processors and fixed == 0:
+        hands = idle * FEW_MMA_WARPS
+        of_piece = max(hands // pieces, 1)
+        rounds = FEW_MMA_WARPS * -(-pieces * of_piece // hands)
+        steps = turns * FEW_MMA_WARPS
+        given = (steps - rounds * FEW_MMA_BEGIN) // (rounds + of_piece)
+        if given > 0:
+            each_turns = (steps - given * of_piece) / FEW_MMA_WARPS + FEW_MMA_START + FEW_MMA_HELPED
+    helped = each_turns < best
+    if helped:
+        parts = 1
     queued = FEW_MMA_QUEUE // unit
     if pieces * parts <= processors and not (problem.page and turns <= FEW_MMA_SHORT * parts):
         queued = max(queued, min(FEW_MMA_QUEUE_ALONE // unit, FEW_MMA_UNITS_ALONE))
@@ -733,7 +747,8 @@ def _few_mma(problem: Problem, chip: Chip, br: int) -> Tiles | None:
         return None
     parts, part_keys = _few_mma_parts(problem.Tk, parts, bc)
     return Tiles(
-        br, bc, resident(units), chip.name, limit, IJ, family=FEW_MMA, parts=parts, part_keys=part_keys
+        br, bc, resident(units), chip.name, limit, IJ, family=FEW_MMA, parts=parts, part_keys=part_keys,
+        grid=processors if helped else 0, constants=(("HELP", int(helped)),),
     )
 
 

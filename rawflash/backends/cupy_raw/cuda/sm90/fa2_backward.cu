@@ -481,6 +481,7 @@ extern "C" __global__ void __launch_bounds__(KEYS_THREADS, 1) fa2_backward_keys(
     extern __shared__ __align__(SLAB_ALIGNMENT) unsigned char on_chip[];
     Barrier* const barriers = (Barrier*)(on_chip + AT_BARRIERS);
     const Call& call = argument.call;
+    let_next_grid_begin();
     if (threadIdx.x == 0) {
         for (int n = 0; n < MAPS; n++)
             prefetch_map(argument.map[n]);
@@ -496,6 +497,7 @@ extern "C" __global__ void __launch_bounds__(KEYS_THREADS, 1) fa2_backward_keys(
         fence_barriers();
         fence_shared();
     }
+    await_grids_before();
     const Work work = work_of(call);
     if (work.j0 >= (PACKED ? work.kv_length : call.Tk))
         return;
@@ -522,6 +524,8 @@ extern "C" __global__ void __launch_bounds__(KEYS_THREADS, 1) fa2_backward_keys(
 extern "C" __global__ void __launch_bounds__(THREADS) fa2_backward_finish(const __grid_constant__ Call call)
 {
     extern __shared__ __align__(SLAB_ALIGNMENT) unsigned char on_chip[];
+    let_next_grid_begin();
+    await_grids_before();
     const unsigned number = gridDim.x - 1 - blockIdx.x;  // the last sums first, of which L2 may have some yet
     const long long blocks = (call.Tq + BR - 1) / BR, block = number % blocks, bh = number / blocks, b = bh / call.Hq, h = bh % call.Hq;
     const Sequence s = sequence(call, b);

@@ -49,12 +49,11 @@ constexpr int AT_K = 0, AT_V = AT_K + BC * TO_D * 2, AT_Q = AT_V + BC * TO_V * 2
 constexpr int AT_P = AT_DO + STAGES * DO_BYTES, AT_DS = AT_P + HANDED * TILE, AT_LSE = AT_DS + HANDED * TILE;
 constexpr int AT_DELTA = AT_LSE + STAGES * BR * 4, AT_BARRIERS = AT_DELTA + STAGES * BR * 4;
 constexpr int K_THERE = 0, V_THERE = 1, Q_THERE = 2, O_THERE = Q_THERE + STAGES, Q_READ = O_THERE + STAGES, O_READ = Q_READ + STAGES;
-constexpr int BARRIERS = O_READ + STAGES;
+constexpr int P_THERE = O_READ + STAGES, P_READ = P_THERE + HANDED, BARRIERS = P_READ + HANDED;
 static_assert(AT_BARRIERS + BARRIERS * 8 == TILE_BYTES, "tiling.py and this file disagree on what is on chip");
 
-// Named barriers: of all that compute, of the two with Q and dO, of one of these; P and dS are there, or read, each of two.
-constexpr int ALL_MEET = 1, BOTH_MEET = 2, ONE_MEETS = 3, P_THERE = 5, P_READ = P_THERE + HANDED, DS_THERE = P_READ + HANDED;
-constexpr int DS_READ = DS_THERE + HANDED;
+// Named barriers: of all that compute, of the two with Q and dO, of one of these; dS is there, or read, each of two.
+constexpr int ALL_MEET = 1, BOTH_MEET = 2, ONE_MEETS = 3, DS_THERE = 5, DS_READ = DS_THERE + HANDED;
 constexpr int COMPUTING = (GROUPS - 1) * WARPGROUP, BOTH = 2 * WARPGROUP;  // threads
 
 constexpr int P_POWER = TYPE == FLOAT16 ? 15 : 0;  // P on chip is 2^P_POWER times as large
@@ -287,12 +286,12 @@ __device__ __forceinline__ void compute_scores(const Call& call, const Work& wor
 
             // The other warpgroup has the same numbers of P in the same threads
             if (P_WAITS && work.steps - steps >= HANDED)
-                meet(P_READ + part, BOTH);
+                await(barriers + P_READ + part, ((work.steps - steps) / HANDED & 1) ^ 1);
             uint4* const tile = (uint4*)(on_chip + AT_P + part * TILE) + y;
 #pragma unroll
             for (int n = 0; n < BR / SUM; n++)
                 tile[n * WARPGROUP] = make_uint4(P[n][0], P[n][1], P[n][2], P[n][3]);
-            announce(P_THERE + part, BOTH);
+            arrive_as_warp(barriers + P_THERE + part, lane);
 
             // dV += P^T dO
             await(barriers + O_THERE + stage, at.parity);
@@ -348,14 +347,14 @@ __device__ __forceinline__ void compute_slopes(const Call& call, const Work& wor
             if constexpr (OVERLAP)
                 dispose();
 
-            meet(P_THERE + part, BOTH);
+            await(barriers + P_THERE + part, (work.steps - steps) / HANDED & 1);
             uint4 P[BR / SUM];
             const uint4* const from = (const uint4*)(on_chip + AT_P + part * TILE) + y;
 #pragma unroll
             for (int n = 0; n < BR / SUM; n++)
                 P[n] = from[n * WARPGROUP];
             if (P_WAITS && steps > HANDED)
-                announce(P_READ + part, BOTH);
+                arrive_as_warp(barriers + P_READ + part, lane);
             await_products<0>();  // dP
 
             // dS = P (dP - delta)
@@ -467,6 +466,8 @@ extern "C" __global__ void __launch_bounds__(KEYS_THREADS, 1) fa2_backward_keys(
     extern __shared__ __align__(SLAB_ALIGNMENT) unsigned char on_chip[];
     Barrier* const barriers = (Barrier*)(on_chip + AT_BARRIERS);
     const Call& call = argument.call;
+    let_next_grid_begin();
+    await_grids_before();
     const Work work = work_of(call);
     if (work.j0 >= (PACKED ? work.kv_length : call.Tk))
         return;
@@ -480,6 +481,10 @@ extern "C" __global__ void __launch_bounds__(KEYS_THREADS, 1) fa2_backward_keys(
             init_barrier(barriers + O_THERE + n, 1 + WARP_LANES);
             init_barrier(barriers + Q_READ + n, BOTH / WARP_LANES * ARRIVALS);
             init_barrier(barriers + O_READ + n, BOTH / WARP_LANES * ARRIVALS);
+        }
+        for (int n = 0; n < HANDED; n++) {
+            init_barrier(barriers + P_THERE + n, WARPS * ARRIVALS);
+            init_barrier(barriers + P_READ + n, WARPS * ARRIVALS);
         }
         fence_barriers();
     }
@@ -508,6 +513,8 @@ extern "C" __global__ void __launch_bounds__(KEYS_THREADS, 1) fa2_backward_keys(
 extern "C" __global__ void __launch_bounds__(THREADS) fa2_backward_finish(const __grid_constant__ Call call)
 {
     extern __shared__ __align__(SLAB_ALIGNMENT) unsigned char on_chip[];
+    let_next_grid_begin();
+    await_grids_before();
     const long long blocks = (call.Tq + BR - 1) / BR, block = blockIdx.x % blocks, bh = blockIdx.x / blocks, b = bh / call.Hq, h = bh % call.Hq;
     const Sequence s = sequence(call, b);
     const long long i0 = block * BR, rows_end = PACKED ? s.q_length : call.Tq;
