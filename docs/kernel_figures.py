@@ -18,7 +18,7 @@ from rawflash.tiling import plan_tiles
 ROOT = Path(__file__).resolve().parents[1]
 GPU = {
     "grid": "gpu-2026-11-22-grid.json",
-    "decode": "gpu-2026-11-22-later-decode.json",
+    "decode": "gpu-2026-11-23-later-64.json",
     "d = 64": "gpu-2026-11-22-later-64.json",
     "decode, float": "gpu-2026-11-22-decode-float.json",
     "shared heads, half": "gpu-2026-11-22-gqa-half-sweep.json",

@@ -133,7 +133,7 @@ FEW_MMA_UNITS = 3  # of it, at least
 FEW_MMA_REGISTERS = 16 * 128  # numbers of Q that a block keeps in registers
 FEW_MMA_LEAST = 256  # keys for each part
 FEW_MMA_START, FEW_MMA_MERGE = 1.0, 1.5  # what a thread block costs beside its turns, and what merging costs, in turns
-FEW_MMA_BEGIN, FEW_MMA_HELPED = 2, 0.5  # what a piece costs a warp that helps, in steps; what it costs who is helped, in turns
+FEW_MMA_BEGIN, FEW_MMA_HELPED = 2, 2.0  # what a piece costs a warp that helps, in steps; who is helped, in turns
 PART_STEPS = 4  # blocks of keys that a part of them has at least
 PART_MOST = 64  # parts of the keys
 PART_START = 1.0  # what a thread block costs beside its steps, and what merging costs, in steps
@@ -257,7 +257,8 @@ class Tiles:
     threads : int
         Of a block; 0: as many as its family always has.
     grid : int
-        Thread blocks, of kernels whose blocks take one piece of work after the other; else 0.
+        Thread blocks, of kernels whose blocks take one piece of work after the other, or of which some help
+        others; else 0.
     constants : tuple of (str, int)
         What the text of such a kernel takes as given beside the block sizes.
     parts_bytes : int
@@ -318,6 +319,8 @@ class Tiles:
             lines.append("  one row of K or V read for all query heads that share it")
         if self.family == FEW_MMA:
             lines.append(f"  one row of K or V read for {self.br} rows of query heads that share it, on tensor cores")
+            if self.grid:
+                lines.append(f"  the last keys of each head taken by warps that would be idle, of {self.grid} blocks")
         if self.family == WGMMA:
             lines.append("  products by warpgroups (wgmma), copies by tensor maps")
         if self.parts > 1:
@@ -725,19 +728,10 @@ def _few_mma(problem: Problem, chip: Chip, br: int) -> Tiles | None:
         cost = waves * (-(-turns // n) + FEW_MMA_START) + (FEW_MMA_MERGE if n > 1 else 0)
         if cost < best:
             parts, best = n, cost
-    # Multiprocessors that would have no piece, each of them with one: their warps take some steps of those of others
-    idle, each_turns = processors - pieces, math.inf
-    if 0 < idle < pieces and processors and fixed == 0:
-        hands = idle * FEW_MMA_WARPS
-        of_piece = max(hands // pieces, 1)
-        rounds = FEW_MMA_WARPS * -(-pieces * of_piece // hands)
-        steps = turns * FEW_MMA_WARPS
-        given = (steps - rounds * FEW_MMA_BEGIN) // (rounds + of_piece)
-        if given > 0:
-            each_turns = (steps - given * of_piece) / FEW_MMA_WARPS + FEW_MMA_START + FEW_MMA_HELPED
-    helped = each_turns < best
-    if helped:
-        parts = 1
+    hands, left = _few_mma_hands(pieces, turns, processors) if fixed == 0 else (0, 0.0)  # Q on chip is that of one head
+    if left + FEW_MMA_START + FEW_MMA_HELPED >= best:
+        hands = 0
+    parts = 1 if hands else parts
     queued = FEW_MMA_QUEUE // unit
     if pieces * parts <= processors and not (problem.page and turns <= FEW_MMA_SHORT * parts):
         queued = max(queued, min(FEW_MMA_QUEUE_ALONE // unit, FEW_MMA_UNITS_ALONE))
@@ -748,8 +742,24 @@ def _few_mma(problem: Problem, chip: Chip, br: int) -> Tiles | None:
     parts, part_keys = _few_mma_parts(problem.Tk, parts, bc)
     return Tiles(
         br, bc, resident(units), chip.name, limit, IJ, family=FEW_MMA, parts=parts, part_keys=part_keys,
-        grid=processors if helped else 0, constants=(("HELP", int(helped)),),
+        grid=processors if hands else 0, constants=(("HELP", hands),) if hands else (),
     )
+
+
+def _few_mma_hands(pieces: int, turns: int, processors: int) -> tuple[int, float]:
+    """Pieces of work, one for each multiprocessor, fewer than there are of these: how many warps of the idle ones help
+    each piece (no fewer than one, but then of several), and turns that are left to its own. No hands: none to give.
+
+    ``Help`` in fa2_few_rows.cu is the same.
+    """
+    idle = (processors - pieces) * FEW_MMA_WARPS
+    if not 0 < idle < pieces * FEW_MMA_WARPS:
+        return 0, 0.0
+    hands = max(idle // pieces, 1)
+    to_each = FEW_MMA_WARPS * -(-pieces * hands // idle)
+    steps = turns * FEW_MMA_WARPS
+    given = (steps - to_each * FEW_MMA_BEGIN) // (to_each + hands)
+    return (hands, (steps - given * hands) / FEW_MMA_WARPS) if given > 0 else (0, 0.0)
 
 
 def _few_mma_parts(keys: int, parts: int, bc: int) -> tuple[int, int]:

@@ -38,10 +38,9 @@ INSTALL = 'CUDA kernels need CuPy and NVRTC: pip install "rawflash[cuda13]" (or 
 
 # Kernels that use wgmma, setmaxnreg or tcgen05 need the architecture's own instruction set, the "a" suffix
 ARCH_SPECIFIC = ("90", "100")
-AWAITING = "await_grids_before();"  # what a kernel does that may begin early
+AWAITING = "await_grids_before();"  # what all kernels of a text do that may begin early
 EARLY_FROM = 90  # sm_90 and later can
 
-_KERNEL = re.compile(r"__global__\s+void\s+(?:__launch_bounds__\([^()]*\)\s+)?(\w+)\(")
 _INCLUDE = re.compile(r'[ \t]*#[ \t]*include[ \t]*"([^"]+)"')
 _ERROR = re.compile(r"\b(?:error|fatal)\b")
 # "Used ... registers" comes right after the spills of a kernel; the functions that it calls have no such line
@@ -361,26 +360,19 @@ def load(text: str, arch: str, options: tuple[str, ...] = ()) -> Any:
         if key not in _modules:
             module = cupy.cuda.Module()
             module.load(cubin(text, arch, options))
-            early = int(re.sub(r"\D", "", arch)) >= EARLY_FROM
-            _modules[key] = Module(module, awaiting(text) if early else frozenset())
+            _modules[key] = Module(module, AWAITING in text and int(re.sub(r"\D", "", arch)) >= EARLY_FROM)
     return _modules[key]
 
 
-def awaiting(text: str) -> frozenset[str]:
-    """The kernels of a text that await the grids before them on their own."""
-    parts = _KERNEL.split(text)  # what comes before the first; then a name and what follows it, in turn
-    return frozenset(name for name, body in zip(parts[1::2], parts[2::2], strict=True) if AWAITING in body)
-
-
 class Module:
-    """The kernels of a loaded text; those that are ``early`` await the grids before them on their own."""
+    """The kernels of a loaded text; ``early``: each of them awaits the grids before it on its own."""
 
-    def __init__(self, module: Any, early: frozenset[str] = frozenset()) -> None:
+    def __init__(self, module: Any, early: bool = False) -> None:
         self.module, self.early = module, early
 
     def get_function(self, name: str) -> Function:
         """A kernel by name."""
-        return (EarlyFunction if name in self.early else Function)(self.module.get_function(name))
+        return (EarlyFunction if self.early else Function)(self.module.get_function(name))
 
 
 class Function:

@@ -65,13 +65,13 @@ def _wgmma(problem: Problem, tiles: Tiles, x: Operands, grads: dict[str, Target]
     written = {"d" + name: grads[name] for name in ("q", "k", "v")}
     file, threads = (FILE_WIDE, WIDE_THREADS) if is_wide(problem) else (FILE_WGMMA, WGMMA_THREADS)
     kernels = launcher(file, problem, tiles, x, written, boxes, section=_section(problem))
+    delta = side_gradients(problem, tiles, x, grads)
     key_blocks, query_blocks = blocks_of(problem.Tk, tiles.bc), blocks_of(problem.Tq, tiles.br)
     # Packed sequences begin new blocks; how many all of them have may be known on the device only
     blocks = heads * (rows // tiles.br + problem.B if problem.varlen else query_blocks)
     numbers = blocks * tiles.br * columns
     # Behind the sums, if deterministic: whose turn it is at each block
     dQ = kernels.workspace(numbers + blocks * problem.deterministic, zero=True)
-    delta = side_gradients(problem, tiles, x, grads)  # cleared before, so that kernels follow each other
     call = _call(kernels, problem, x, grads, delta, dQ, key_blocks, counters=dQ.data.ptr + 4 * numbers)
     if problem.varlen:
         kernels.run_over("clear_gradients", max(heads * rows, x.k.shape[1] * x.k.shape[2]), call)

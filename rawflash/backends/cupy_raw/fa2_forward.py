@@ -10,7 +10,7 @@ from rawflash.arrays import Target
 from rawflash.backends.cupy_raw.launch import blocks_of, launcher, split_inputs
 from rawflash.backends.cupy_raw.tensor_map import Box
 from rawflash.problem import Operands, Problem
-from rawflash.tiling import FEW_MMA, FEW_MMA_LEAST, FEW_MMA_WARPS, MMA, SPLIT_INPUTS, WGMMA, WGMMA_ROWS, WGMMA_SECTION, Tiles
+from rawflash.tiling import FEW_MMA, FEW_MMA_LEAST, MMA, SPLIT_INPUTS, WGMMA, WGMMA_ROWS, WGMMA_SECTION, Tiles
 
 MERGED_ROWS = 16  # of a thread block of mma/fa2_forward.cu's merge
 # In the environment: "1", the maximum of a row is followed; "0", that of the first keys stays; else as planned
@@ -56,14 +56,14 @@ def _few_rows(problem: Problem, tiles: Tiles, x: Operands, out: Target, lse: Tar
     rows, parts = problem.B * problem.Hq * problem.Tq, tiles.parts
     blocks = blocks_of(problem.group * problem.Tq, tiles.br)
     pieces = blocks * problem.Hkv * problem.B
-    helping = max(tiles.grid - pieces, 0)  # blocks of threads; a part for each of a piece's hands
+    helping = max(tiles.grid - pieces, 0)  # thread blocks; each of a piece's hands has a part
     kernels = x.memo.get("fa2_few_rows.cu") or launcher(
         "fa2_few_rows.cu", problem, tiles, x, {"o": out, "lse": lse}, blocks=blocks, parts=parts,
         part_keys=FEW_MMA_LEAST, section=helping,
     )  # fmt: skip
     values = {"o.data": out.address, "lse.data": lse.address}
     if parts > 1 or helping:  # O, m and l of every part
-        kept = max(helping * FEW_MMA_WARPS // pieces, 1) if helping else parts
+        kept = dict(tiles.constants)["HELP"] if helping else parts
         O, m, l = (kernels.workspace(rows * n * kept) for n in (problem.dv, 1, 1))
         values |= {"sums": O.data.ptr, "m.data": m.data.ptr, "l.data": l.data.ptr}
         values["counters"] = kernels.counters(pieces)

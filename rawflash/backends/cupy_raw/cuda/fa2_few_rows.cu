@@ -41,7 +41,7 @@ constexpr int MERGED = 4;  // neighbouring columns that a lane merges
 constexpr int MOST_PARTS = 64;
 constexpr int EARLY = 16;    // parts whose O is asked for before their weights are known
 constexpr long long FEW_STEPS = 16;  // of a warp
-constexpr int BEGIN_STEPS = 2;  // what a hand's piece costs besides its steps
+constexpr int BEGIN_STEPS = 2;  // what a hand's piece costs besides its steps: FEW_MMA_BEGIN in tiling.py
 constexpr unsigned NONE = ~0u;  // no block of the cache
 constexpr bool IN_ONE_BLOCK = PAGE && PAGE % STEP == 0;  // the keys of a step
 
@@ -251,38 +251,38 @@ __device__ __forceinline__ void merge_parts(const Call& call, const Head& at, in
 }
 
 // Where there are fewer pieces of work than multiprocessors, each of which has one block: HELP, further blocks, numbered before the others so that
-// these may wait for them. Each of their warps is a hand that takes the last keys of a piece on its own, of one piece after the other; or, where
-// there are enough hands, as one of several of a piece.
+// these may wait for them. Each of their warps is a hand that takes the last keys of a piece on its own: as one of HELP hands of that piece; or,
+// where there are fewer hands than pieces, of one piece after the other.
 struct Help {
-    unsigned blocks, pieces, hands, each, turns;  // each: hands of a piece; turns: pieces of a hand
+    static constexpr unsigned EACH = HELP > 0 ? HELP : 1;  // hands of a piece
+    unsigned blocks, pieces, hands, turns;                 // turns: pieces of a hand
     bool helps;
 
     __device__ __forceinline__ explicit Help(const Call& call) : blocks(HELP ? (unsigned)call.section : 0), helps(HELP && blockIdx.x < blocks)
     {
         pieces = gridDim.x - blocks, hands = blocks * WARPS;
-        each = hands > pieces ? hands / pieces : 1;
-        turns = HELP ? (pieces * each + hands - 1) / hands : 1;
+        turns = HELP ? (pieces * EACH + hands - 1) / hands : 1;
     }
 
     __device__ __forceinline__ unsigned share(unsigned turn) const { return turn * hands + blockIdx.x * WARPS + threadIdx.x / WARP_SIZE; }
-    __device__ __forceinline__ bool ends(unsigned turn) const { return helps && share(turn) >= pieces * each; }
-    __device__ __forceinline__ unsigned number(unsigned turn) const { return helps ? share(turn) / each : blockIdx.x - blocks; }
-    __device__ __forceinline__ int hand(unsigned turn) const { return share(turn) % each; }
+    __device__ __forceinline__ bool ends(unsigned turn) const { return helps && share(turn) >= pieces * EACH; }
+    __device__ __forceinline__ unsigned number(unsigned turn) const { return helps ? share(turn) / EACH : blockIdx.x - blocks; }
+    __device__ __forceinline__ int hand(unsigned turn) const { return share(turn) % EACH; }
 
     // A hand's steps, so that all end together; then the keys of a warp, of these: how many hands have a share.
     __device__ __forceinline__ int share_out(int j_low, int& j_high, int& first, int& stride, unsigned turn) const
     {
         const int steps = ceil_div(j_high > j_low ? j_high - j_low : 0, STEP), to_each = WARPS * (int)turns;
-        const int its = (steps - to_each * BEGIN_STEPS) / (to_each + (int)each), end = j_low + (steps - its * (int)each) * STEP;
+        const int its = (steps - to_each * BEGIN_STEPS) / (to_each + (int)EACH), end = j_low + (steps - its * (int)EACH) * STEP;
         if (its <= 0) {
             j_high = helps ? first : j_high;
             return 0;
         }
         if (helps)
-            first = end + hand(turn) * STEP, stride = each * STEP;
+            first = end + hand(turn) * STEP, stride = (int)EACH * STEP;
         else
             j_high = end;
-        return each;
+        return EACH;
     }
 };
 
@@ -324,7 +324,7 @@ __device__ __forceinline__ void hand_over(const Call& call, const Row (&rows)[M]
         count_and_see(counter, all);
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, HELP) fa2_few_rows(const __grid_constant__ Call call)
+extern "C" __global__ void __launch_bounds__(THREADS, HELP > 0) fa2_few_rows(const __grid_constant__ Call call)
 {
     extern __shared__ __align__(VECTOR_BYTES) unsigned char on_chip[];
     const int lane = threadIdx.x % WARP_SIZE, warp = threadIdx.x / WARP_SIZE, g = lane / 4, t = lane % 4;
@@ -644,7 +644,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, HELP) fa2_few_rows(const _
     unsigned* const counter = call.counters + bh * row_blocks + row_block;
     constexpr int ROWS = M * HALVES, AT_ONCE = WARPS * ROWS * WARP_SIZE * (PIECES_V * 4 * 16 + 8) <= TILE_BYTES ? PIECES_V : 1;
     struct Theirs { Four O; float m, l; };
-    constexpr int MOST_HANDS = HELP ? WARPS - 1 : 0;
     const auto column_of = [&](int first, int c) { return 64 * (first + c / 4) + 16 * t + MERGED * (c % 4); };
     const auto theirs = [&](const Row& its, int hand, int column) {
         Theirs x = {{}, -INFINITE, 0.0f};
@@ -654,7 +653,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, HELP) fa2_few_rows(const _
         }
         return x;
     };
-    Theirs early[MOST_HANDS + 1];  // of what this warp merges first: asked for before it waits for others
+    Theirs early[Help::EACH];  // of what this warp merges first: asked for before it waits for others
     if (HELP && helped > 0) {
         if (told < (unsigned)helped && lane == 0)
             await_turn(counter, helped);
@@ -662,7 +661,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, HELP) fa2_few_rows(const _
         const int n = warp / (4 * AT_ONCE);
         const Row its = row_at(16 * (n / HALVES) + 8 * (n % HALVES) + g);
 #pragma unroll
-        for (int hand = 0; hand < MOST_HANDS; hand++)
+        for (int hand = 0; hand < HELP; hand++)
             early[hand] = theirs(its, hand, column_of(0, warp % (4 * AT_ONCE)));
     }
     Four* const sums = (Four*)on_chip + lane;
@@ -697,11 +696,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, HELP) fa2_few_rows(const _
                 highest = larger(highest, statistics[(w * ROWS + n) * WARP_SIZE].x);
             if (HELP && (first > 0 || some > warp)) {
 #pragma unroll
-                for (int hand = 0; hand < MOST_HANDS; hand++)
+                for (int hand = 0; hand < HELP; hand++)
                     early[hand] = theirs(its, hand, column);
             }
 #pragma unroll
-            for (int hand = 0; hand < MOST_HANDS; hand++)
+            for (int hand = 0; hand < HELP; hand++)
                 if (hand < helped)
                     highest = larger(highest, early[hand].m);
             const float shift = highest == -INFINITE ? 0.0f : highest;
@@ -717,7 +716,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, HELP) fa2_few_rows(const _
                     merged.x[x] += weight * more.x[x];
             }
 #pragma unroll
-            for (int hand = 0; hand < MOST_HANDS; hand++) {
+            for (int hand = 0; hand < HELP; hand++) {
                 if (hand >= helped)
                     continue;
                 const float weight = exponential(early[hand].m - shift);

@@ -23,8 +23,6 @@ constexpr int DELTAS = 2 * AT_ONCE < DELTA_ROWS ? 2 : (DELTA_ROWS + AT_ONCE - 1)
 extern "C" __global__ void __launch_bounds__(THREADS) row_deltas(const __grid_constant__ Call call)
 {
     struct alignas(CHUNK * sizeof(elem)) Chunk { elem x[CHUNK]; };
-    let_next_grid_begin();
-    await_grids_before();
     const unsigned bh = blockIdx.x / (unsigned)call.blocks, h = bh % (unsigned)call.Hq;
     const Sequence s = sequence(call, bh / (unsigned)call.Hq);
     const int lane = threadIdx.x % DELTA_LANES, y = threadIdx.x / DELTA_LANES;

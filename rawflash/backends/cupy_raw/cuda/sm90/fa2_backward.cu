@@ -359,8 +359,7 @@ __device__ __forceinline__ void compute_all(const Call& call, const Work& work, 
             begin_dP(0);
             await_products<1>();  // S
 
-            // Nothing is hidden; or, without a band, no key is missing: both ways are the same there, but a branch keeps exponentials behind it
-            const bool plain = BAND ? i0 >= plain_from && i0 + BR <= plain_to : PARTS == 1 || left == BC;
+            const bool plain = i0 >= plain_from && i0 + BR <= plain_to;
             unsigned P[BR / SUM][4], dS[BR / SUM][4];
 #pragma unroll
             for (int r = 0; r < PARTS; r++) {
@@ -407,12 +406,12 @@ __device__ __forceinline__ void compute_all(const Call& call, const Work& work, 
                             store_factor<BC>(tile, first_key, row, dS[row]);
                     }
                 };
-                if (plain) {
+                if (!BAND || plain) {
                     float unit[1] = {scale};
                     pin(unit);  // another number to the compiler, which would take exponentials before this place
                     differentiate(false, unit[0]);
                 } else {
-                    differentiate(BAND, scale);
+                    differentiate(true, scale);
                 }
 
                 // dV += P^T dO
@@ -481,7 +480,6 @@ extern "C" __global__ void __launch_bounds__(KEYS_THREADS, 1) fa2_backward_keys(
     extern __shared__ __align__(SLAB_ALIGNMENT) unsigned char on_chip[];
     Barrier* const barriers = (Barrier*)(on_chip + AT_BARRIERS);
     const Call& call = argument.call;
-    let_next_grid_begin();
     if (threadIdx.x == 0) {
         for (int n = 0; n < MAPS; n++)
             prefetch_map(argument.map[n]);
@@ -497,7 +495,6 @@ extern "C" __global__ void __launch_bounds__(KEYS_THREADS, 1) fa2_backward_keys(
         fence_barriers();
         fence_shared();
     }
-    await_grids_before();
     const Work work = work_of(call);
     if (work.j0 >= (PACKED ? work.kv_length : call.Tk))
         return;
@@ -524,8 +521,6 @@ extern "C" __global__ void __launch_bounds__(KEYS_THREADS, 1) fa2_backward_keys(
 extern "C" __global__ void __launch_bounds__(THREADS) fa2_backward_finish(const __grid_constant__ Call call)
 {
     extern __shared__ __align__(SLAB_ALIGNMENT) unsigned char on_chip[];
-    let_next_grid_begin();
-    await_grids_before();
     const unsigned number = gridDim.x - 1 - blockIdx.x;  // the last sums first, of which L2 may have some yet
     const long long blocks = (call.Tq + BR - 1) / BR, block = number % blocks, bh = number / blocks, b = bh / call.Hq, h = bh % call.Hq;
     const Sequence s = sequence(call, b);

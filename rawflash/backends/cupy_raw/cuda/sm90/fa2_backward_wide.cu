@@ -466,8 +466,6 @@ extern "C" __global__ void __launch_bounds__(KEYS_THREADS, 1) fa2_backward_keys(
     extern __shared__ __align__(SLAB_ALIGNMENT) unsigned char on_chip[];
     Barrier* const barriers = (Barrier*)(on_chip + AT_BARRIERS);
     const Call& call = argument.call;
-    let_next_grid_begin();
-    await_grids_before();
     const Work work = work_of(call);
     if (work.j0 >= (PACKED ? work.kv_length : call.Tk))
         return;
@@ -513,8 +511,6 @@ extern "C" __global__ void __launch_bounds__(KEYS_THREADS, 1) fa2_backward_keys(
 extern "C" __global__ void __launch_bounds__(THREADS) fa2_backward_finish(const __grid_constant__ Call call)
 {
     extern __shared__ __align__(SLAB_ALIGNMENT) unsigned char on_chip[];
-    let_next_grid_begin();
-    await_grids_before();
     const long long blocks = (call.Tq + BR - 1) / BR, block = blockIdx.x % blocks, bh = blockIdx.x / blocks, b = bh / call.Hq, h = bh % call.Hq;
     const Sequence s = sequence(call, b);
     const long long i0 = block * BR, rows_end = PACKED ? s.q_length : call.Tq;

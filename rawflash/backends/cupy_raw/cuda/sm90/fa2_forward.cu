@@ -930,7 +930,6 @@ extern "C" __global__ void __launch_bounds__(ALL_THREADS, 1) fa2_forward(const _
 {
     extern __shared__ __align__(SLAB_ALIGNMENT) unsigned char on_chip[];
     Rest& rest = *(Rest*)(on_chip + AT_REST);
-    let_next_grid_begin();
     if (threadIdx.x == 0) {
         for (int x = 0; x < Q_BUFFERS; x++) {
             init_barrier(&rest.full_Q[x], 1);
@@ -945,7 +944,6 @@ extern "C" __global__ void __launch_bounds__(ALL_THREADS, 1) fa2_forward(const _
         rest.first_again = rest.last_again = NONE;
         fence_barriers();
     }
-    await_grids_before();
     if (BALANCED && threadIdx.x == WARP_SIZE)
         rest.line = line_of(argument.call);
     __syncthreads();  // the barriers are there
