@@ -271,7 +271,8 @@ def child(folder, seconds):
     python.load = lambda file, *arguments: Noting(
         python_load(file, *arguments), f"numba_cuda/{file}.py", ran["kernels"]
     )
-    for n, (name, case) in enumerate(cases().items()):
+    # Those of numba_cuda take longest, so they begin first
+    for n, (name, case) in enumerate(sorted(cases().items(), key=lambda call: not call[0].startswith("numba_cuda"))):
         if time.monotonic() > end:
             break
         try:
@@ -306,7 +307,16 @@ def sanitizer():
     return found, version[1] if version else "unknown"
 
 
-def run(command, limit):
+def devices():
+    """All GPUs that may be used."""
+    given = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if given:
+        return given.split(",")
+    told = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=60).stdout
+    return [str(n) for n in range(told.count("GPU "))] or ["0"]
+
+
+def run(command, limit, **environment):
     """Exit status (None: it took too long) and output of a command, which is ended with all that it started.
 
     The output goes through a file: something that outlives its end may hold a pipe open.
@@ -314,7 +324,7 @@ def run(command, limit):
     with tempfile.TemporaryFile() as output:
         process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, start_new_session=True,
-            env=os.environ | ENVIRONMENT,
+            env=os.environ | ENVIRONMENT | environment,
         )  # fmt: skip
         try:
             status = process.wait(limit)
@@ -331,10 +341,11 @@ def shared(prefix, limit):
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(PROCESSES) as pool:
         begin = BEGIN_SLOW if "racecheck" in prefix else BEGIN
         work = [sys.executable, __file__, "--child", folder, str(begin * limit)]
+        gpus = devices()
 
         def under(n):
             port = ["--port", str(PORT + PORTS * n), "--max-connections", str(PORTS)] if prefix else []
-            return run([*prefix, *port, *work], limit)
+            return run([*prefix, *port, *work], limit, CUDA_VISIBLE_DEVICES=gpus[n % len(gpus)])
 
         return list(pool.map(under, range(PROCESSES)))
 

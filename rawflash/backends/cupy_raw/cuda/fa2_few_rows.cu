@@ -2,8 +2,9 @@
 //
 // A block of threads owns a part of the keys of one K/V head and Br rows of the query heads that share it, packed: row r of these is query
 // r % Tq of the group's head r / Tq. So K and V are read once, and the time is that of reading them. Its warps take Bc keys in turn, each with
-// an O, m and l of its own, which are merged at the end; those of the parts are merged by the block that is the last to end. Both in a fixed
-// order, as the online softmax goes on from one step to the next (split over keys: Dao, Haziza, Massa, Sizov, "Flash-Decoding", 2023).
+// an O, m and l of its own, which are merged at the end; those of the parts are merged by the block that is the last to end, and what warps of
+// idle multiprocessors took of its keys (Help) by the block itself. All in a fixed order, as the online softmax goes on from one step to the next
+// (split over keys: Dao, Haziza, Massa, Sizov, "Flash-Decoding", 2023).
 //
 // On chip:  K or V, a queue of units of Bc keys for each warp; in registers S = P (Br, Bc), O (Br, dv), m, l; Q (Br, d) where there is room.
 // Read per step: K_j and V_j, a step or more ahead. Written once: O and lse, or O, m and l of a part.
