@@ -312,6 +312,8 @@ def devices():
     given = os.environ.get("CUDA_VISIBLE_DEVICES")
     if given:
         return given.split(",")
+    if shutil.which("nvidia-smi") is None:
+        return ["0"]
     told = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=60).stdout
     return [str(n) for n in range(told.count("GPU "))] or ["0"]
 

@@ -120,12 +120,14 @@ def test_a_command_that_hangs_is_ended_with_what_it_started():
 
 
 def test_each_call_is_run_once_by_one_of_the_processes(monkeypatch):
-    """Under the tool, with a port of its own; a process takes no call after its time."""
+    """Under the tool, with a port of its own, on each GPU in turn; a process takes no call after its time."""
     monkeypatch.setattr(sanitize, "PROCESSES", 2)
-    monkeypatch.setattr(sanitize, "run", lambda command, limit: (command, limit))
-    (first, _), (second, limit) = sanitize.shared(["tool"], 100)
+    monkeypatch.setattr(sanitize, "devices", lambda: ["3", "5"])
+    monkeypatch.setattr(sanitize, "run", lambda command, limit, **environment: (command, (limit, environment)))
+    (first, (_, on)), (second, (limit, on_other)) = sanitize.shared(["tool"], 100)
     assert first[0] == "tool" and first[first.index("--port") + 1] != second[second.index("--port") + 1]
     assert first[-3:] == second[-3:] and first[-3] == "--child" and float(first[-1]) < limit == 100
+    assert [x["CUDA_VISIBLE_DEVICES"] for x in (on, on_other)] == ["3", "5"]
     assert sanitize.shared([], 100)[0][0][:2] == [sys.executable, sanitize.__file__]
 
 
