@@ -23,6 +23,7 @@ from rawflash.problem import (
     check_append,
     check_dropout,
     check_parts,
+    check_tangents,
     known,
 )
 from rawflash.tiling import Tiles, plan_tiles
@@ -170,6 +171,73 @@ def attention_vjp(
         return _backward(problem, x)
 
     return ((out, lse) if with_lse else out), pullback
+
+
+def attention_jvp(primals: Sequence[Any], tangents: Sequence[Any], **options: Unpack[Options]) -> tuple[Any, Any]:
+    """Attention and how it changes with its inputs: forward mode, in the manner of ``jax.jvp``.
+
+    Parameters
+    ----------
+    primals : (q, k, v)
+        As in :func:`attention`; on the CPU.
+    tangents : (tq, tk, tv)
+        The direction: arrays of the shapes and the dtype of q, k and v; None for one that does not change.
+    **options
+        See :class:`rawflash.Options`; not ``out``. Bias, sinks and slopes do not change.
+
+    Returns
+    -------
+    out : array, or (out, lse) with ``return_lse=True``
+        What :func:`attention` gives.
+    dout : array of the shape and dtype of out, or (dout, dlse)
+        The derivative of that along the tangents; 0 for a row that sees no key.
+
+    Raises
+    ------
+    ProblemError
+        The call is wrong; the message names the argument and the rule.
+    BackendError
+        The backend has no forward mode: ``numpy_tiled`` has one, for CPU arrays, of the algorithm "fa2".
+    TileError
+        No legal tile fits the on-chip memory.
+
+    Notes
+    -----
+    With dS = scale (dQ K^T + Q dK^T), times 1 - tanh^2 under a softcap: dlse = rowsum(P * dS) and
+    dO = P dV + (P * dS) V - diag(dlse) O, all in one pass that stores nothing of size T x T. It is the transpose of
+    :func:`attention_backward`.
+
+    Examples
+    --------
+    >>> import numpy as np, rawflash as rf
+    >>> q = k = v = np.eye(4)
+    >>> out, dout = rf.attention_jvp((q, k, v), (None, None, v))
+    >>> np.allclose(out, dout)  # linear in v
+    True
+    """
+    q, k, v = _three("primals", primals)
+    directions = dict(zip("qkv", _three("tangents", tangents), strict=True))
+    checked = dict(known(options))
+    if "out" in checked:
+        raise ProblemError("out is not an option of attention_jvp; expected it in a call of attention")
+    if checked.get("backend") is None and not arrays.on_gpu(q):
+        checked["backend"] = "numpy_tiled"  # which alone has forward mode
+    problem, x = check(q, k, v, **checked)
+    kernel, tiles = _prepared(problem, x, "jvp")
+    given = check_tangents(x, problem.dtype, directions)
+    result, change = arrays.result(problem, x), arrays.result(problem, x)
+    written = [made.canonical(name) for made in (result, change) for name in ("out", "lse")]
+    written[-1][...] = 0  # type: ignore[index]  # padding does not change
+    kernel(problem, tiles, x, given, *written)
+    if x.return_lse:
+        return (result.give("out"), result.give("lse")), (change.give("out"), change.give("lse"))
+    return result.give("out"), change.give("out")
+
+
+def _three(name: str, value: Any) -> Sequence[Any]:
+    if not isinstance(value, (tuple, list)) or len(value) != 3:
+        raise ProblemError(f"{name} is a {type(value).__name__}; expected a tuple of three: those of q, k and v")
+    return value
 
 
 def attention_varlen(

@@ -34,6 +34,7 @@ from rawflash.problem import check, check_forward_only, check_wrt, known
 __all__ = [
     "attention",
     "attention_backward",
+    "attention_jvp",
     "attention_varlen",
     "attention_varlen_backward",
     "central_differences",
@@ -120,6 +121,36 @@ def backward_head(
         dQ = x.scale * (dQK @ x.K)
         dK = x.scale * (dQK.T @ x.Q)
     return {"q": dQ, "k": dK, "v": dV, "bias": dS, "sinks": dsink}
+
+
+def tangent_head(x: SimpleNamespace, f: SimpleNamespace, t: SimpleNamespace) -> tuple[np.ndarray, np.ndarray]:
+    """How the output and the log-sum-exp of one head change.
+
+    Parameters
+    ----------
+    x : SimpleNamespace
+        The head, as in `forward_head`.
+    f : SimpleNamespace
+        What `forward_head` returned for it.
+    t : SimpleNamespace
+        Tangents ``Q (Tq, d)``, ``K (Tk, d)`` and ``V (Tk, dv)``, float64.
+
+    Returns
+    -------
+    (Tq, dv) and (Tq,) float64
+        Tangents of ``O`` and ``lse``.
+
+    Notes
+    -----
+    d P_ij = P_ij (d S_ij - d lse_i), since P = exp(S - lse), and d lse_i = sum over j of P_ij d S_ij.
+    """
+    with np.errstate(all="ignore"):  # a hidden pair may overflow
+        tS = x.scale * (t.Q @ x.K.T + x.Q @ t.K.T) * (1.0 - f.tanh**2)
+        tS = np.where(x.visible, tS, 0.0)
+        tlse = (f.P * tS).sum(axis=1)
+        tP = np.where(x.visible, f.P * (tS - tlse[:, None]), 0.0)
+        tO = (tP * f.Z) @ x.V + (f.P * f.Z) @ t.V
+    return tO, tlse
 
 
 def _host(name: str, value: Any) -> Any:
@@ -430,6 +461,58 @@ def attention_backward(
     """
     check_forward_only(options)
     return _backward(Call(q, k, v, **known(options)), dout, dlse, wrt)
+
+
+def attention_jvp(
+    primals: tuple[Any, Any, Any], tangents: tuple[Any, Any, Any], *, return_lse: bool = False, **options: Any
+) -> tuple[Any, Any]:
+    """Exact attention and how it changes with q, k and v, dense, in float64.
+
+    Parameters
+    ----------
+    primals : (q, k, v)
+        As in `attention`.
+    tangents : (tq, tk, tv)
+        Arrays of their shapes; None for one that does not change.
+    return_lse : bool
+        Also return the log-sum-exp and how it changes.
+    **options
+        As in `attention`.
+
+    Returns
+    -------
+    out, dout : float64 ndarray
+        Or ``(out, lse), (dout, dlse)``. A row that sees no key, and padding, does not change.
+
+    Examples
+    --------
+    Two equal scores; the first key moves towards the query:
+
+    >>> import numpy as np
+    >>> q, k, v = np.ones((1, 1)), np.zeros((2, 1)), np.array([[1.0], [3.0]])
+    >>> attention_jvp((q, k, v), (None, np.array([[1.0], [0.0]]), None))[1]
+    array([[-0.5]])
+    """
+    call = Call(*primals, **known(options))
+    arrays = dict(Q=call.Q, K=call.K, V=call.V)
+    given = {}
+    for (name, array), tangent in zip(arrays.items(), tangents, strict=True):
+        given[name] = np.zeros(array.shape)
+        if tangent is not None:
+            value = np.asarray(_host(f"the tangent of {name.lower()}", tangent))
+            if (of_head := call.four_axes(value)).shape != array.shape:
+                raise ProblemError(f"the tangent of {name.lower()} has shape {value.shape}; expected that of it")
+            given[name] = of_head.astype(np.float64)
+    out, lse, tout, tlse = (call.zeros(name) for name in ("out", "lse", "out", "lse"))
+    lse -= np.inf
+    for x in call.heads():
+        f = forward_head(x)
+        t = SimpleNamespace(Q=given["Q"][x.rows], K=given["K"][x.keys], V=given["V"][x.keys])
+        out[x.rows], lse[x.rows] = f.O, f.lse
+        tout[x.rows], tlse[x.rows] = tangent_head(x, f, t)
+    out, tout = (call.restore("out", array) for array in (out, tout))
+    lse, tlse = (call.restore("lse", array) for array in (lse, tlse))
+    return ((out, lse), (tout, tlse)) if return_lse else (out, tout)
 
 
 def attention_varlen(

@@ -501,6 +501,25 @@ def check_forward_only(options: Mapping[str, Any]) -> None:
             raise ProblemError(f"{name} is not an option of the backward functions; expected it in the forward call")
 
 
+def check_tangents(x: Operands, dtype: str, given: Mapping[str, Any]) -> dict[str, np.ndarray]:
+    """Tangents of q, k and v on the CPU, in canonical form; None is one of zeros."""
+    taken = {}
+    for name, value in given.items():
+        called, like = f"the tangent of {name}", getattr(x, name)
+        if value is None:
+            taken[name] = np.zeros(like.shape, like.dtype)
+            continue
+        if arrays.on_gpu(value):
+            raise ProblemError(f"{called} is a GPU array and q a CPU array; expected all arrays on one device")
+        array = arrays.as_numpy(called, value)
+        _expect(called, array.shape, x.user_shapes[name], f"to match {name}")
+        if array.dtype.name != dtype:
+            raise ProblemError(f"{called} has dtype {array.dtype}; expected {dtype} to match {name}")
+        plain = array if arrays.is_canonical(array) else np.ascontiguousarray(array)
+        taken[name] = arrays.heads_first(plain, x.layout)
+    return taken
+
+
 def check(q: Any, k: Any, v: Any, **arguments: Any) -> tuple[Problem, Operands]:
     """Check a call and bring its arguments into canonical form.
 

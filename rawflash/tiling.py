@@ -10,6 +10,7 @@ algorithm          outer block  resident blocks                             bloc
 =================  ===========  ==========================================  =======  =====
 fa2 forward        Q            Q, O, K or V, S                             4        ij
 fa1 forward        K, V         K, V, Q or O, S                             4        ji
+fa2 jvp            Q            those of fa2 forward, and a tangent of each  8        ij
 fa1, fa2 backward  K, V         Q, K, V, P or dS, dO, dQ, dK, dV            8        ji
 fa2 backward       Q            the same eight                              8        ij
 standard           Q            Q or O, K or V, S                           3        tiles
@@ -553,7 +554,7 @@ def plan_tiles(
     problem : Problem
         Its ``sram``, when given, is M in bytes; else the chip's.
     chip : Chip
-    direction : {"forward", "backward"}
+    direction : {"forward", "backward", "jvp"}
     order : {"ij", "ji"}, optional
         The loops of the fa2 backward pass: None and "ji" have K/V outside (algorithm 8 of Chu, Liu,
         Lin), "ij" has Q outside (algorithm 6).
@@ -812,7 +813,7 @@ def _shrink(outer: int, inner: int, granule: int, fits: Callable[[int, int], boo
 def _flash(problem: Problem, chip: Chip, direction: str, order: str | None, blocks: int | None) -> Tiles:
     """Blocks of FlashAttention-1 and -2 (equations 44 and 79)."""
     if order is None:
-        order = IJ if (problem.algorithm, direction) == ("fa2", "forward") else JI
+        order = IJ if problem.algorithm == "fa2" and direction != "backward" else JI
     granule, D = chip.granule, max(problem.d, problem.dv)
     item, _ = item_sizes(problem, chip)
     family = family_of(problem, chip, direction)
@@ -1173,13 +1174,14 @@ def _flash_resident(
         if family == SPLIT and direction == "forward":
             return _parts_on_chip(problem, order, br, bc, *pitches(problem, family, bc))
         return _factors_on_chip(problem, direction, br, bc, item, *pitches(problem, family, bc))
-    if direction == "forward" and order == IJ:
-        return (
+    if direction in ("forward", "jvp") and order == IJ:
+        tiles = (
             Tile("Q", br, d, item),
             Tile("O", br, dv, accumulator),
             Tile("K or V", bc, max(d, dv), item),  # V overwrites K
             Tile("S", br, bc, accumulator),  # P overwrites S
         )
+        return tiles if direction == "forward" else (*tiles, *(replace(x, name=f"{x.name}, tangent") for x in tiles))
     if direction == "forward":
         return (
             Tile("K", bc, d, item),

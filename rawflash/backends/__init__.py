@@ -7,6 +7,8 @@ holding one function of the file's name:
 * forward: ``kernel(problem, tiles, operands, out, lse)``;
 * backward: ``kernel(problem, tiles, operands, grads)``, ``grads`` a dict by name.
 
+Forward mode (:func:`rawflash.attention_jvp`) is a file more, ``fa2_jvp``, where a backend has it.
+
 The module of a backend is imported when it is first asked for, not before.
 """
 
@@ -41,6 +43,8 @@ class Backend:
         What to do when it is not there.
     largest_head : int or None
         Largest d and dv; None: any.
+    forward_mode : tuple of str
+        Algorithms that it has a ``jvp`` of.
     """
 
     module: str
@@ -49,6 +53,7 @@ class Backend:
     needs: str
     instead: str
     largest_head: int | None = None
+    forward_mode: tuple[str, ...] = ()
 
 
 GPU_ARRAYS = "NVIDIA GPU arrays"
@@ -62,6 +67,7 @@ BACKENDS = {
         "CPU arrays",
         "numpy",
         "pip install numpy",
+        forward_mode=("fa2",),
     ),
     "cupy_raw": Backend("rawflash.backends.cupy_raw", ("fa1", "fa2"), GPU_ARRAYS, "cupy", CUPY, 256),
     "numba_cuda": Backend("rawflash.backends.numba_cuda", ("fa1", "fa2"), GPU_ARRAYS, "numba_cuda", CUPY, 256),
@@ -83,7 +89,7 @@ def lookup(problem: Problem, direction: str, device: int | None = None) -> tuple
     Parameters
     ----------
     problem : Problem
-    direction : {"forward", "backward"}
+    direction : {"forward", "backward", "jvp"}
     device : int, optional
         The GPU that the arrays are on; None: the current one.
 
@@ -93,9 +99,16 @@ def lookup(problem: Problem, direction: str, device: int | None = None) -> tuple
         The backend cannot run the problem, see :func:`why_not`, or cannot load.
     """
     reason = why_not(problem.backend, problem)
+    row = BACKENDS[problem.backend]
+    if direction == "jvp" and problem.algorithm not in row.forward_mode:
+        having = ", ".join(
+            f"{name} for {other.runs_on} ({', '.join(other.forward_mode)})"
+            for name, other in BACKENDS.items()
+            if other.forward_mode
+        )
+        reason = f"has no forward mode of algorithm {problem.algorithm!r}; these have one: {having}"
     if reason is not None:
         raise BackendError(f"backend {problem.backend!r} {reason}")
-    row = BACKENDS[problem.backend]
     name = f"{problem.algorithm}_{direction}"
     try:
         module = importlib.import_module(f"{row.module}.{name}")

@@ -16,6 +16,17 @@ from rawflash.problem import Operands, Problem
 
 
 @dataclass
+class Tangents:
+    """How the arrays of a head change: rows of what is read, and of what is written."""
+
+    Q: np.ndarray
+    K: np.ndarray
+    V: np.ndarray
+    O: np.ndarray
+    lse: np.ndarray
+
+
+@dataclass
 class Head:
     """One query head of one sequence in slow memory: views of its rows, and its score function.
 
@@ -33,6 +44,7 @@ class Head:
     dlse: np.ndarray | None = None
     dQ: np.ndarray = None  # type: ignore[assignment]
     dsinks: np.ndarray | None = None
+    tangents: Tangents = None  # type: ignore[assignment]
 
     def blocks(self, br: int) -> Iterator[tuple[int, int]]:
         """All query blocks ``(i0, i1)``."""
@@ -99,6 +111,20 @@ def groups(
                 for h in range(g * problem.group, (g + 1) * problem.group)
             ]  # fmt: skip
             yield Group(K, V, heads)
+
+
+def tangent_groups(
+    problem: Problem, x: Operands, memory: Memory, out: np.ndarray, lse: np.ndarray,
+    given: dict[str, np.ndarray], tangent_out: np.ndarray, tangent_lse: np.ndarray,
+) -> Iterator[Group]:  # fmt: skip
+    """Everything of a call in forward mode; ``given``: tangents of q, k and v by name."""
+    for group in groups(problem, x, memory, out, lse):
+        b, g = group.heads[0].scores.b, group.heads[0].scores.h // problem.group
+        K, V = x.rows(given["k"], b, g, "k"), x.rows(given["v"], b, g, "k")
+        for head in group.heads:
+            Q, O, of_lse = (x.rows(array, b, head.scores.h, "q") for array in (given["q"], tangent_out, tangent_lse))
+            head.tangents = Tangents(Q, K, V, O, of_lse)
+        yield group
 
 
 def backward_groups(

@@ -87,6 +87,12 @@ class Scores:
         if hidden is not None:  # the slope of a hidden score may be NaN
             dS[hidden] = 0
 
+    def tangent(self, S: np.ndarray, tape: Tape) -> None:
+        """Turn the tangent of ``Q K^T`` into that of the scores, in place; a hidden score does not change."""
+        S *= tape.slope
+        if tape.seen is not None:
+            S[~tape.seen] = 0
+
     def tape(self, block: Block, slope: np.ndarray | float) -> Tape:
         """The tape of a block whose scores are gone: what is seen is found out again."""
         return Tape(block, self._seen(block, self._bias(block)), slope)
