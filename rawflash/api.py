@@ -216,15 +216,15 @@ def attention_jvp(primals: Sequence[Any], tangents: Sequence[Any], **options: Un
     True
     """
     q, k, v = _three("primals", primals)
-    directions = dict(zip("qkv", _three("tangents", tangents), strict=True))
+    moved = dict(zip("qkv", _three("tangents", tangents), strict=True))
     checked = dict(known(options))
     if "out" in checked:
         raise ProblemError("out is not an option of attention_jvp; expected it in a call of attention")
     if checked.get("backend") is None and not arrays.on_gpu(q):
         checked["backend"] = "numpy_tiled"  # which alone has forward mode
     problem, x = check(q, k, v, **checked)
+    given = check_tangents(x, problem.dtype, moved) if x.device is None else {}
     kernel, tiles = _prepared(problem, x, "jvp")
-    given = check_tangents(x, problem.dtype, directions)
     result, change = arrays.result(problem, x), arrays.result(problem, x)
     written = [made.canonical(name) for made in (result, change) for name in ("out", "lse")]
     written[-1][...] = 0  # type: ignore[index]  # padding does not change

@@ -496,12 +496,12 @@ def attention_jvp(
     call = Call(*primals, **known(options))
     arrays = dict(Q=call.Q, K=call.K, V=call.V)
     given = {}
-    for (name, array), tangent in zip(arrays.items(), tangents, strict=True):
+    for n, ((name, array), tangent) in enumerate(zip(arrays.items(), tangents, strict=True)):
         given[name] = np.zeros(array.shape)
         if tangent is not None:
-            value = np.asarray(_host(f"the tangent of {name.lower()}", tangent))
+            value = np.asarray(_host(f"tangents[{n}]", tangent))
             if (of_head := call.four_axes(value)).shape != array.shape:
-                raise ProblemError(f"the tangent of {name.lower()} has shape {value.shape}; expected that of it")
+                raise ProblemError(f"tangents[{n}] has shape {value.shape}; expected that of {name.lower()}")
             given[name] = of_head.astype(np.float64)
     out, lse, tout, tlse = (call.zeros(name) for name in ("out", "lse", "out", "lse"))
     lse -= np.inf

@@ -504,8 +504,8 @@ def check_forward_only(options: Mapping[str, Any]) -> None:
 def check_tangents(x: Operands, dtype: str, given: Mapping[str, Any]) -> dict[str, np.ndarray]:
     """Tangents of q, k and v on the CPU, in canonical form; None is one of zeros."""
     taken = {}
-    for name, value in given.items():
-        called, like = f"the tangent of {name}", getattr(x, name)
+    for n, (name, value) in enumerate(given.items()):
+        called, like = f"tangents[{n}]", getattr(x, name)
         if value is None:
             taken[name] = np.zeros(like.shape, like.dtype)
             continue

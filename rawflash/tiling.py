@@ -32,7 +32,7 @@ from functools import cached_property
 
 import numpy as np
 
-from rawflash.errors import TileError
+from rawflash.errors import ProblemError, TileError
 from rawflash.hardware import HALVES, TENSOR, Chip
 from rawflash.problem import Problem
 
@@ -579,6 +579,8 @@ def plan_tiles(
     >>> tiles.br, tiles.bc, tiles.smem_bytes <= 65536
     (32, 32, True)
     """
+    if direction == "jvp" and problem.algorithm != "fa2":
+        raise ProblemError(f"algorithm is {problem.algorithm!r}; expected 'fa2', which alone has forward mode")
     if problem.algorithm == "standard":
         return _standard(problem, chip, direction)
     if problem.algorithm == "rowwise":
@@ -617,6 +619,16 @@ def parts_of(tiles: Tiles, low: int, high: int) -> int:
     if tiles.family == FEW_MMA:
         return _few_mma_parts(max(high - low, 0), tiles.parts, tiles.bc)[0]
     return 1 if tiles.parts == 1 else min(max(-(-(high - low) // tiles.part_keys), 1), tiles.parts)
+
+
+def hands_of(problem: Problem, tiles: Tiles, low: int, high: int) -> int:
+    """How many warps of idle multiprocessors have a share of a range of keys: ``Help`` in fa2_few_rows.cu."""
+    hands = dict(tiles.constants).get("HELP", 0)
+    if not hands:
+        return 0
+    pieces = problem.B * problem.Hkv * -(-problem.group * problem.Tq // tiles.br)
+    steps, idle = -(-max(high - low, 0) // tiles.bc), (tiles.grid - pieces) * FEW_MMA_WARPS
+    return hands if _few_mma_given(steps, hands, pieces, idle) else 0
 
 
 def _share_out(problem: Problem, chip: Chip, tiles: Tiles) -> Tiles:
@@ -756,11 +768,15 @@ def _few_mma_hands(pieces: int, turns: int, processors: int) -> tuple[int, float
     idle = (processors - pieces) * FEW_MMA_WARPS
     if not 0 < idle < pieces * FEW_MMA_WARPS:
         return 0, 0.0
-    hands = max(idle // pieces, 1)
+    hands, steps = max(idle // pieces, 1), turns * FEW_MMA_WARPS
+    given = _few_mma_given(steps, hands, pieces, idle)
+    return (hands, (steps - given * hands) / FEW_MMA_WARPS) if given else (0, 0.0)
+
+
+def _few_mma_given(steps: int, hands: int, pieces: int, idle: int) -> int:
+    """Of a piece's steps, those that each hand takes, so that all warps end together."""
     to_each = FEW_MMA_WARPS * -(-pieces * hands // idle)
-    steps = turns * FEW_MMA_WARPS
-    given = (steps - to_each * FEW_MMA_BEGIN) // (to_each + hands)
-    return (hands, (steps - given * hands) / FEW_MMA_WARPS) if given > 0 else (0, 0.0)
+    return max((steps - to_each * FEW_MMA_BEGIN) // (to_each + hands), 0)
 
 
 def _few_mma_parts(keys: int, parts: int, bc: int) -> tuple[int, int]:

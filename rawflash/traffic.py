@@ -37,7 +37,7 @@ import numpy as np
 
 from rawflash.masks import EMPTY, FULL, Visibility
 from rawflash.problem import Problem
-from rawflash.tiling import FEW, FEW_MMA, IJ, JI, RESIDENT, Tiles, key_ranges, parts_of
+from rawflash.tiling import FEW, FEW_MMA, IJ, JI, RESIDENT, Tiles, hands_of, key_ranges, parts_of
 
 ROW_STATISTICS = ("m", "l", "lse", "dlse", "gamma")
 Counts = tuple[tuple[str, int], ...]
@@ -283,7 +283,7 @@ def traffic(
     problem : Problem
     tiles : Tiles
         As :func:`rawflash.tiling.plan_tiles` returned them.
-    direction : {"forward", "backward"}
+    direction : {"forward", "backward", "jvp"}
     order : {"ij", "ji"}, optional
         Of the fa2 backward pass; that of ``tiles`` when left out.
     visibility : Visibility, optional
@@ -329,13 +329,13 @@ def traffic(
 
 
 def _part_rows(problem: Problem, tiles: Tiles, visibility: Visibility | None) -> tuple[int, int]:
-    """Rows of O that parts of the keys store, where there is more than one; rows of Q of all but the first."""
+    """Rows of O that parts of the keys store, or warps that help; rows of Q of all parts but the first."""
     stored = again = 0
-    if tiles.parts > 1:
+    if tiles.parts > 1 or tiles.family == FEW_MMA:
         for (Tq, Tk, offset), times in sequences(problem, visibility).items():
             for n, (low, high) in enumerate(key_ranges(problem, tiles.br, tiles.bc, Tq, Tk, offset)):
                 parts, rows = parts_of(tiles, low, high), min(tiles.br, Tq - n * tiles.br) * times * problem.Hq
-                stored += parts * rows if parts > 1 else 0
+                stored += (parts if parts > 1 else hands_of(problem, tiles, low, high)) * rows
                 again += (parts - 1) * rows
     return stored, again
 
@@ -484,6 +484,15 @@ def _fa2_forward(c: _Call) -> None:
     c.forward_flops()
 
 
+def _fa2_jvp(c: _Call) -> None:
+    """That of the forward pass, and as much for the tangents."""
+    v, d, dv = c.v, c.problem.d, c.problem.dv
+    c.load(Q=v.q * d, K=v.k_rows * d, V=v.k_rows * dv, tQ=v.q * d, tK=v.k_rows * d, tV=v.k_rows * dv)
+    c.store(O=v.q * dv, lse=v.q, tO=v.q * dv, tlse=v.q)
+    c.forward_flops()
+    c.flops += v.cells * (4 * d + 4 * dv + 4)  # tQ K^T + Q tK^T; P tV + (P * tS) V; rowsum(P * tS)
+
+
 def _fa1_backward(c: _Call) -> None:
     """O(T^2 d^2 / M): an inner step loads Q, O, dO, dQ and stores dQ (algorithm 7)."""
     v, d, dv = c.v, c.problem.d, c.problem.dv
@@ -545,4 +554,5 @@ _FORMS = {
     ("fa1", "forward"): _fa1_forward,
     ("fa1", "backward"): _fa1_backward,
     ("fa2", "forward"): _fa2_forward,
+    ("fa2", "jvp"): _fa2_jvp,
 }

@@ -17,6 +17,7 @@ from rawflash.backends.numpy_tiled.scores import Scores
 from rawflash.oracle import Call, forward_head
 from rawflash.problem import check, check_tangents
 from rawflash.tiling import plan_tiles
+from rawflash.traffic import traffic
 
 TILED = dict(algorithms=("fa2",), exclude=("dlse", "deterministic"), backend="numpy_tiled")
 FACTOR = 8  # of the unit roundoff, and of how many roundings a number has behind it
@@ -164,8 +165,17 @@ def test_tiles_and_their_tangents_fit_on_chip(sram):
     assert memory.peak == tiles.elements or sram is None
     assert memory.loads["tK"] == memory.loads["K"] and memory.loads["tQ"] == memory.loads["Q"] == case.q.size
     assert memory.stores["tO"] == memory.stores["O"] == case.q.shape[1] * problem.B * 150 * 6
+    predicted = traffic(problem, tiles, "jvp", visibility=x.visibility)
+    counted = memory.traffic()
+    assert predicted.loads == counted.loads and predicted.stores == counted.stores
     if sram == 1 << 12:
         assert tiles.bc < 32
+
+
+def test_plans_of_what_has_no_forward_mode():
+    problem = rf.problem.Problem(algorithm="fa1", d=8, dv=8, backend="numpy_tiled")
+    with pytest.raises(rf.ProblemError, match="fa2"):
+        plan_tiles(problem, rf.hardware.chip_of("numpy_tiled", None), "jvp")
 
 
 @pytest.mark.parametrize("old", ["slope", "hidden"])
@@ -196,10 +206,10 @@ def good():
 BAD = {
     "primals are an array": (lambda p, t: (p[0], t), "primals is a ndarray; expected a tuple of three"),
     "two tangents": (lambda p, t: (p, t[:2]), "tangents is a tuple; expected a tuple of three"),
-    "a tangent of another shape": (lambda p, t: (p, (t[0][:, :, :2], *t[1:])), "the tangent of q has shape"),
+    "a tangent of another shape": (lambda p, t: (p, (t[0][:, :, :2], *t[1:])), "tangents.0. has shape"),
     "a tangent of another dtype": (lambda p, t: (p, (t[0], t[1].astype(np.float64), t[2])),
-                                   "the tangent of k has dtype float64; expected float32"),
-    "a tangent is a list": (lambda p, t: (p, (*t[:2], [1.0])), "the tangent of v is"),
+                                   "tangents.1. has dtype float64; expected float32"),
+    "a tangent is a list": (lambda p, t: (p, (*t[:2], [1.0])), "tangents.2. is"),
     "k does not go with q": (lambda p, t: ((p[0], p[1][..., :3], p[2]), t), "k has shape"),
 }  # fmt: skip
 
@@ -215,6 +225,8 @@ def test_options_that_it_has_not():
     primals, tangents = good()
     with pytest.raises(rf.ProblemError, match="out is not an option of attention_jvp"):
         rf.attention_jvp(primals, tangents, out=np.zeros_like(primals[0]))
+    with pytest.raises(rf.ProblemError, match="tangents.0. is a int"):  # before it is planned
+        rf.attention_jvp(primals, (1, 2, 3), sram=1)
     with pytest.raises(rf.ProblemError, match="casual"):
         rf.attention_jvp(primals, tangents, casual=True)
 
@@ -228,5 +240,5 @@ def test_who_has_forward_mode(options):
 
 def test_bad_tangents_of_the_oracle():
     primals, tangents = good()
-    with pytest.raises(rf.ProblemError, match="the tangent of k has shape"):
+    with pytest.raises(rf.ProblemError, match="tangents.1. has shape"):
         rf.oracle.attention_jvp(primals, (tangents[0], tangents[1][:, :, :1], tangents[2]))

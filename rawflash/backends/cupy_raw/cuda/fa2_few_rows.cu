@@ -267,7 +267,11 @@ struct Help {
 
     __device__ __forceinline__ unsigned share(unsigned turn) const { return turn * hands + blockIdx.x * WARPS + threadIdx.x / WARP_SIZE; }
     __device__ __forceinline__ bool ends(unsigned turn) const { return helps && share(turn) >= pieces * EACH; }
-    __device__ __forceinline__ unsigned number(unsigned turn) const { return helps ? share(turn) / EACH : blockIdx.x - blocks; }
+    __device__ __forceinline__ unsigned number(unsigned turn) const  // of a hand at its end, any
+    {
+        const unsigned of_hand = share(turn) / EACH;
+        return !helps ? blockIdx.x - blocks : of_hand < pieces ? of_hand : pieces - 1;
+    }
     __device__ __forceinline__ int hand(unsigned turn) const { return share(turn) % EACH; }
 
     // A hand's steps, so that all end together; then the keys of a warp, of these: how many hands have a share.
@@ -348,8 +352,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, HELP > 0) fa2_few_rows(con
 
 #pragma unroll 1
     for (;; turn++) {  // one, but of a warp that helps
-        if (help.ends(turn))
-            return;
         const unsigned number = help.number(turn);
         row_block = number % row_blocks, bh = number / row_blocks / most_parts, part = (int)(number / row_blocks % most_parts);
         const unsigned b = bh / heads;
@@ -382,6 +384,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, HELP > 0) fa2_few_rows(con
         if (call.Tk <= FEW_STEPS * stride)  // more of them have memory busy to the end
             ask_for_first_rows(call, b, h_kv, first_of_warp, j_high, __shfl_sync(WARP, now, 0));
         await_grids_before();
+        if (help.ends(turn))
+            return;
 
         // The queue: 16 rows of K, then of V, and so on
         Piece* const queue = (Piece*)on_chip + warp * UNITS * SLOTS * WARP_SIZE;
