@@ -490,23 +490,25 @@ def page(text: str, found: dict[str, Results], pictures: dict[str, str]) -> str:
 
 
 def _curves(results: Results, direction: str) -> dict[str, Any]:
-    """For each head dimension and mask: speed over T of everyone, and the ratio to the best peer."""
+    """For each head dimension and mask: speed over T of everyone, and the ratio to the best peer.
+
+    A curve is of one state of the code; points of earlier ones, "before" and "ratio before", stand beside it.
+    """
     found: dict[str, Any] = {}
-    measured = results.of(name for name in GROUPS["grid"] if name.startswith(f"{direction}/bfloat16/"))
-    old = earlier(results, measured)
-    rows = [row for row in measured if not old[row["name"]]]  # a curve is of one state of the code
+    rows = results.of(name for name in GROUPS["grid"] if name.startswith(f"{direction}/bfloat16/"))
+    old = earlier(results, rows)
     for d in sorted({size[0] for size in GRID}):
         for causal in (False, True):
-            panel: dict[str, Any] = {"speed": {}, "ratio": []}
+            panel: dict[str, Any] = {"speed": {}, "ratio": [], "before": {}, "ratio before": []}
             panel_rows = [row for row in rows if (row["case"]["d"], row["case"]["causal"]) == (d, causal)]
             for row in sorted(panel_rows, key=lambda row: row["case"]["Tk"]):
-                T = row["case"]["Tk"]
+                T, now = row["case"]["Tk"], not old[row["name"]]
                 for name, figures in row["runners"].items():
                     value = speed(figures)
                     if value is not None:
-                        panel["speed"].setdefault(name, []).append([T, value])
+                        panel["speed" if now else "before"].setdefault(name, []).append([T, value])
                 if ratio(row):
-                    panel["ratio"].append([T, round(ratio(row) or 0, 4)])
+                    panel["ratio" if now else "ratio before"].append([T, round(ratio(row) or 0, 4)])
             if panel["speed"]:
                 found[f"d = {d}, {'causal' if causal else 'full'}"] = panel
     return found
@@ -525,7 +527,11 @@ def plots(found: dict[str, Results]) -> dict[str, tuple[str, str, Any]]:
             title = f"Speed of the {direction} pass against T, bfloat16, {gpu.device}"
             made[f"{direction}-bfloat16"] = "speed", title, {"panels": panels, "top": top}
     ratios = {
-        direction: {name: panel["ratio"] for name, panel in _curves(gpu, direction).items() if panel["ratio"]}
+        direction: {
+            name: [panel["ratio"], panel["ratio before"]]
+            for name, panel in _curves(gpu, direction).items()
+            if panel["ratio"]
+        }
         for direction in ("forward", "backward")
     }
     if any(ratios.values()):
@@ -601,6 +607,9 @@ def _legend(figure: Any) -> None:
     figure.legend(entries.values(), entries.keys(), **where)
 
 
+HOLLOW = {"linestyle": "", "marker": "o", "markerfacecolor": "white", "label": "hollow: earlier code"}
+
+
 def _speed(pyplot: Any, data: Any) -> Any:
     rows = -(-len(data["panels"]) // 2)
     figure, grid = pyplot.subplots(rows, 2, figsize=(8, 2.6 * rows + 0.8), layout="constrained", squeeze=False)
@@ -610,6 +619,8 @@ def _speed(pyplot: Any, data: Any) -> Any:
             ours = runner not in PEERS
             axes.plot(*zip(*points, strict=True), marker="o", label=runner, color=COLOURS.get(runner),
                       linewidth=2 if ours else 1, zorder=3 if ours else 2)  # fmt: skip
+        for runner, points in panel["before"].items():
+            axes.plot(*zip(*points, strict=True), color=COLOURS.get(runner), **HOLLOW)
         if data["top"]:
             axes.axhline(data["top"], color="black", linestyle=":", linewidth=1, label="matrix product, 8192")
         axes.set_title(name, fontsize=9)
@@ -622,9 +633,11 @@ def _speed(pyplot: Any, data: Any) -> Any:
 def _ratio(pyplot: Any, data: Any) -> Any:
     figure, grid = pyplot.subplots(1, 2, figsize=(8, 3.6), layout="constrained", sharey=True)
     for axes, (direction, curves) in zip(grid, data.items(), strict=True):
-        for n, (name, points) in enumerate(curves.items()):
+        for n, (name, (points, before)) in enumerate(curves.items()):
             axes.plot(*zip(*points, strict=True), marker="o", label=name, color=f"C{n // 2}",
                       linestyle="--" if "causal" in name else "-")  # fmt: skip
+            if before:
+                axes.plot(*zip(*before, strict=True), color=f"C{n // 2}", **HOLLOW)
         axes.axhline(1, color="black", linewidth=0.8)
         axes.set_title(direction, fontsize=9)
         axes.set_ylim(bottom=0)

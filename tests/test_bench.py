@@ -635,7 +635,8 @@ def test_newest_row_of_one_device(root):
 def test_newer_code_beside_fewer_peers_takes_the_place_of_older(root):
     """Of one state of the code the row that says more stays; of newer code any that has a ratio. Tables tell them."""
     folder, (name, other) = root / "bench" / "results", ("forward/bfloat16/d128/T4096", "forward/bfloat16/d64/T4096")
-    synthetic(folder, date="2026-01-02", names=[name, other])
+    longer = name.replace("4096", "8192")
+    synthetic(folder, date="2026-01-02", names=[name, other, longer])
 
     def again(source, date, peers):
         path = synthetic(folder, date=date, names=[name])
@@ -654,7 +655,11 @@ def test_newer_code_beside_fewer_peers_takes_the_place_of_older(root):
     text, _ = report.speeds(found, [name, other])
     assert [report.EARLIER in line for line in text.splitlines()[2:]] == [False, True]
     panels = report.plots(report.load(folder))["forward-bfloat16"][2]["panels"]
-    assert list(panels) == ["d = 128, full"]  # a curve is of one state of the code
+    (panel,) = panels.values()  # a curve is of one state of the code
+    assert list(panels) == ["d = 128, full"]
+    for key in ("speed", "before"):
+        assert {T for points in panel[key].values() for T, _ in points} == {4096 if key == "speed" else 8192}
+    assert [T for T, _ in panel["ratio"]] == [4096] and [T for T, _ in panel["ratio before"]] == [8192]
 
 
 def test_ratio_is_of_the_best_of_each():
