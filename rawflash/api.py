@@ -22,8 +22,8 @@ from rawflash.problem import (
     check,
     check_append,
     check_dropout,
+    check_jvp,
     check_parts,
-    check_tangents,
     known,
 )
 from rawflash.tiling import Tiles, plan_tiles
@@ -215,15 +215,7 @@ def attention_jvp(primals: Sequence[Any], tangents: Sequence[Any], **options: Un
     >>> np.allclose(out, dout)  # linear in v
     True
     """
-    q, k, v = _three("primals", primals)
-    moved = dict(zip("qkv", _three("tangents", tangents), strict=True))
-    checked = dict(known(options))
-    if "out" in checked:
-        raise ProblemError("out is not an option of attention_jvp; expected it in a call of attention")
-    if checked.get("backend") is None and not arrays.on_gpu(q):
-        checked["backend"] = "numpy_tiled"  # which alone has forward mode
-    problem, x = check(q, k, v, **checked)
-    given = check_tangents(x, problem.dtype, moved) if x.device is None else {}
+    problem, x, given = check_jvp(primals, tangents, **known(options))
     kernel, tiles = _prepared(problem, x, "jvp")
     result, change = arrays.result(problem, x), arrays.result(problem, x)
     written = [made.canonical(name) for made in (result, change) for name in ("out", "lse")]
@@ -232,12 +224,6 @@ def attention_jvp(primals: Sequence[Any], tangents: Sequence[Any], **options: Un
     if x.return_lse:
         return (result.give("out"), result.give("lse")), (change.give("out"), change.give("lse"))
     return result.give("out"), change.give("out")
-
-
-def _three(name: str, value: Any) -> Sequence[Any]:
-    if not isinstance(value, (tuple, list)) or len(value) != 3:
-        raise ProblemError(f"{name} is a {type(value).__name__}; expected a tuple of three: those of q, k and v")
-    return value
 
 
 def attention_varlen(

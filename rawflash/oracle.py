@@ -29,7 +29,7 @@ import numpy.typing as npt
 from rawflash.arrays import as_numpy
 from rawflash.errors import ProblemError
 from rawflash.masks import UNBOUNDED
-from rawflash.problem import check, check_forward_only, check_wrt, known
+from rawflash.problem import check, check_forward_only, check_wrt, known, three
 
 __all__ = [
     "attention",
@@ -493,10 +493,10 @@ def attention_jvp(
     >>> attention_jvp((q, k, v), (None, np.array([[1.0], [0.0]]), None))[1]
     array([[-0.5]])
     """
-    call = Call(*primals, **known(options))
+    call = Call(*three("primals", primals), **known(options))
     arrays = dict(Q=call.Q, K=call.K, V=call.V)
     given = {}
-    for n, ((name, array), tangent) in enumerate(zip(arrays.items(), tangents, strict=True)):
+    for n, ((name, array), tangent) in enumerate(zip(arrays.items(), three("tangents", tangents), strict=True)):
         given[name] = np.zeros(array.shape)
         if tangent is not None:
             value = np.asarray(_host(f"tangents[{n}]", tangent))

@@ -15,7 +15,7 @@ import copy
 import difflib
 import math
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypedDict
 
@@ -501,10 +501,29 @@ def check_forward_only(options: Mapping[str, Any]) -> None:
             raise ProblemError(f"{name} is not an option of the backward functions; expected it in the forward call")
 
 
-def check_tangents(x: Operands, dtype: str, given: Mapping[str, Any]) -> dict[str, np.ndarray]:
-    """Tangents of q, k and v on the CPU, in canonical form; None is one of zeros."""
+def three(name: str, value: Any) -> Sequence[Any]:
+    """What stands for q, k and v each."""
+    if not isinstance(value, (tuple, list)) or len(value) != 3:
+        raise ProblemError(f"{name} is a {type(value).__name__}; expected a tuple of three: those of q, k and v")
+    return value
+
+
+def check_jvp(primals: Any, tangents: Any, **options: Any) -> tuple[Problem, Operands, dict[str, np.ndarray]]:
+    """:func:`check` for forward mode; the tangents of CPU arrays come in canonical form, by name."""
+    q, k, v = three("primals", primals)
+    moved = three("tangents", tangents)
+    if "out" in options:
+        raise ProblemError("out is not an option of attention_jvp; expected it in a call of attention")
+    if options.get("backend") is None and not arrays.on_gpu(q):
+        options["backend"] = "numpy_tiled"  # which alone has forward mode
+    problem, x = check(q, k, v, **options)
+    return problem, x, _tangents(x, problem.dtype, moved) if x.device is None else {}
+
+
+def _tangents(x: Operands, dtype: str, given: Sequence[Any]) -> dict[str, np.ndarray]:
+    """Tangents of q, k and v in canonical form; None is one of zeros."""
     taken = {}
-    for n, (name, value) in enumerate(given.items()):
+    for n, (name, value) in enumerate(zip("qkv", given, strict=True)):
         called, like = f"tangents[{n}]", getattr(x, name)
         if value is None:
             taken[name] = np.zeros(like.shape, like.dtype)

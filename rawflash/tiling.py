@@ -10,7 +10,7 @@ algorithm          outer block  resident blocks                             bloc
 =================  ===========  ==========================================  =======  =====
 fa2 forward        Q            Q, O, K or V, S                             4        ij
 fa1 forward        K, V         K, V, Q or O, S                             4        ji
-fa2 jvp            Q            those of fa2 forward, and a tangent of each  8        ij
+fa2 jvp            Q            those of fa2 forward, each with a tangent   8        ij
 fa1, fa2 backward  K, V         Q, K, V, P or dS, dO, dQ, dK, dV            8        ji
 fa2 backward       Q            the same eight                              8        ij
 standard           Q            Q or O, K or V, S                           3        tiles
@@ -134,7 +134,6 @@ FEW_MMA_UNITS = 3  # of it, at least
 FEW_MMA_REGISTERS = 16 * 128  # numbers of Q that a block keeps in registers
 FEW_MMA_LEAST = 256  # keys for each part
 FEW_MMA_START, FEW_MMA_MERGE = 1.0, 1.5  # what a thread block costs beside its turns, and what merging costs, in turns
-FEW_MMA_BEGIN, FEW_MMA_HELPED = 2, 2.0  # what a piece costs a warp that helps, in steps; who is helped, in turns
 PART_STEPS = 4  # blocks of keys that a part of them has at least
 PART_MOST = 64  # parts of the keys
 PART_START = 1.0  # what a thread block costs beside its steps, and what merging costs, in steps
@@ -258,8 +257,7 @@ class Tiles:
     threads : int
         Of a block; 0: as many as its family always has.
     grid : int
-        Thread blocks, of kernels whose blocks take one piece of work after the other, or of which some help
-        others; else 0.
+        Thread blocks, of kernels whose blocks take one piece of work after the other; else 0.
     constants : tuple of (str, int)
         What the text of such a kernel takes as given beside the block sizes.
     parts_bytes : int
@@ -320,8 +318,6 @@ class Tiles:
             lines.append("  one row of K or V read for all query heads that share it")
         if self.family == FEW_MMA:
             lines.append(f"  one row of K or V read for {self.br} rows of query heads that share it, on tensor cores")
-            if self.grid:
-                lines.append(f"  the last keys of each head taken by warps that would be idle, of {self.grid} blocks")
         if self.family == WGMMA:
             lines.append("  products by warpgroups (wgmma), copies by tensor maps")
         if self.parts > 1:
@@ -492,7 +488,7 @@ def _wgmma_wide(chip: Chip, d: int, dv: int, stages: int) -> Tiles | None:
         Tile("dS", WGMMA_BACKWARD_S * bc, br, 2),
         Tile("lse", stages * br, 1, 4),
         Tile("delta", stages * br, 1, 4),
-        Tile("barriers", 2 + 4 * stages + 2 * WGMMA_BACKWARD_S, 1, 8),
+        Tile("barriers", 2 + 4 * stages, 1, 8),
         Tile("S, P", bc, br, 4, REGISTERS),
         Tile("dP, dS", bc, br, 4, REGISTERS),
         Tile("dQ", br, min(2 * WGMMA_WIDE_DQ, d), 4, REGISTERS),
@@ -621,16 +617,6 @@ def parts_of(tiles: Tiles, low: int, high: int) -> int:
     return 1 if tiles.parts == 1 else min(max(-(-(high - low) // tiles.part_keys), 1), tiles.parts)
 
 
-def hands_of(problem: Problem, tiles: Tiles, low: int, high: int) -> int:
-    """How many warps of idle multiprocessors have a share of a range of keys: ``Help`` in fa2_few_rows.cu."""
-    hands = dict(tiles.constants).get("HELP", 0)
-    if not hands:
-        return 0
-    pieces = problem.B * problem.Hkv * -(-problem.group * problem.Tq // tiles.br)
-    steps, idle = -(-max(high - low, 0) // tiles.bc), (tiles.grid - pieces) * FEW_MMA_WARPS
-    return hands if _few_mma_given(steps, hands, pieces, idle) else 0
-
-
 def _share_out(problem: Problem, chip: Chip, tiles: Tiles) -> Tiles:
     """Divide the keys among more thread blocks where a grid is so small, or so uneven, that multiprocessors are idle.
 
@@ -741,10 +727,6 @@ def _few_mma(problem: Problem, chip: Chip, br: int) -> Tiles | None:
         cost = waves * (-(-turns // n) + FEW_MMA_START) + (FEW_MMA_MERGE if n > 1 else 0)
         if cost < best:
             parts, best = n, cost
-    hands, left = _few_mma_hands(pieces, turns, processors) if fixed == 0 else (0, 0.0)  # Q on chip is that of one head
-    if left + FEW_MMA_START + FEW_MMA_HELPED >= best:
-        hands = 0
-    parts = 1 if hands else parts
     queued = FEW_MMA_QUEUE // unit
     if pieces * parts <= processors and not (problem.page and turns <= FEW_MMA_SHORT * parts):
         queued = max(queued, min(FEW_MMA_QUEUE_ALONE // unit, FEW_MMA_UNITS_ALONE))
@@ -754,29 +736,8 @@ def _few_mma(problem: Problem, chip: Chip, br: int) -> Tiles | None:
         return None
     parts, part_keys = _few_mma_parts(problem.Tk, parts, bc)
     return Tiles(
-        br, bc, resident(units), chip.name, limit, IJ, family=FEW_MMA, parts=parts, part_keys=part_keys,
-        grid=processors if hands else 0, constants=(("HELP", hands),) if hands else (),
+        br, bc, resident(units), chip.name, limit, IJ, family=FEW_MMA, parts=parts, part_keys=part_keys
     )
-
-
-def _few_mma_hands(pieces: int, turns: int, processors: int) -> tuple[int, float]:
-    """Pieces of work, one for each multiprocessor, fewer than there are of these: how many warps of the idle ones help
-    each piece (no fewer than one, but then of several), and turns that are left to its own. No hands: none to give.
-
-    ``Help`` in fa2_few_rows.cu is the same.
-    """
-    idle = (processors - pieces) * FEW_MMA_WARPS
-    if not 0 < idle < pieces * FEW_MMA_WARPS:
-        return 0, 0.0
-    hands, steps = max(idle // pieces, 1), turns * FEW_MMA_WARPS
-    given = _few_mma_given(steps, hands, pieces, idle)
-    return (hands, (steps - given * hands) / FEW_MMA_WARPS) if given else (0, 0.0)
-
-
-def _few_mma_given(steps: int, hands: int, pieces: int, idle: int) -> int:
-    """Of a piece's steps, those that each hand takes, so that all warps end together."""
-    to_each = FEW_MMA_WARPS * -(-pieces * hands // idle)
-    return max((steps - to_each * FEW_MMA_BEGIN) // (to_each + hands), 0)
 
 
 def _few_mma_parts(keys: int, parts: int, bc: int) -> tuple[int, int]:

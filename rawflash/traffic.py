@@ -37,7 +37,7 @@ import numpy as np
 
 from rawflash.masks import EMPTY, FULL, Visibility
 from rawflash.problem import Problem
-from rawflash.tiling import FEW, FEW_MMA, IJ, JI, RESIDENT, Tiles, hands_of, key_ranges, parts_of
+from rawflash.tiling import FEW, FEW_MMA, IJ, JI, RESIDENT, Tiles, key_ranges, parts_of
 
 ROW_STATISTICS = ("m", "l", "lse", "dlse", "gamma")
 Counts = tuple[tuple[str, int], ...]
@@ -329,13 +329,13 @@ def traffic(
 
 
 def _part_rows(problem: Problem, tiles: Tiles, visibility: Visibility | None) -> tuple[int, int]:
-    """Rows of O that parts of the keys store, or warps that help; rows of Q of all parts but the first."""
+    """Rows of O that parts of the keys store, where there is more than one; rows of Q of all but the first."""
     stored = again = 0
-    if tiles.parts > 1 or tiles.family == FEW_MMA:
+    if tiles.parts > 1:
         for (Tq, Tk, offset), times in sequences(problem, visibility).items():
             for n, (low, high) in enumerate(key_ranges(problem, tiles.br, tiles.bc, Tq, Tk, offset)):
                 parts, rows = parts_of(tiles, low, high), min(tiles.br, Tq - n * tiles.br) * times * problem.Hq
-                stored += (parts if parts > 1 else hands_of(problem, tiles, low, high)) * rows
+                stored += parts * rows if parts > 1 else 0
                 again += (parts - 1) * rows
     return stored, again
 

@@ -283,14 +283,6 @@ template <int PENDING> inline void await_groups()
 
 inline void let_next_grid_begin() {}
 inline void await_grids_before() {}
-inline unsigned turns_so_far(const unsigned* turns) { return *turns; }
-
-// Blocks of threads run one after the other: for whom one waits has run, or never will
-inline void await_turn(const unsigned* turns, unsigned count)
-{
-    if (*turns != count)
-        emulated::complain("waits for turn %u, and this is turn %u", count, *turns), emulated::stop();
-}
 inline void ask_for_memory(const void* from, int bytes)  // it must be there
 {
     if ((uintptr_t)from % 16 || bytes <= 0 || bytes % 16)

@@ -96,7 +96,6 @@ extern "C" int emulate(
 {
     kernel_of_launch = kernel;
     argument = call;
-    emulated::in_order = %d;
     body = [](void* x) { kernel_of_launch(*(const Call*)x); };
     return run_blocks(blocks, threads, shared, backwards);
 }
@@ -134,8 +133,7 @@ extern "C" int emulate(
     return 3;
 }
 """
-HELP = re.compile(r"constexpr int HELP = [1-9];")  # who waits for blocks of smaller numbers; and those with maps:
-IN_ORDER = re.compile(r"constexpr int BALANCED = 1;|#define DETERMINISTIC 1")
+IN_ORDER = re.compile(r"constexpr int BALANCED = 1;|#define DETERMINISTIC 1")  # who waits for blocks of smaller numbers
 KERNEL = re.compile(
     r"__global__\s+void\s+(?:__launch_bounds__\(([^()]*)\)\s+)?(\w+)\(const (__grid_constant__ )?(Mapped)?Call "
 )
@@ -144,7 +142,7 @@ KERNEL = re.compile(
 def launch_of(text):
     """What is put behind a kernel text: the function that launches its kernels."""
     if "MappedCall" not in text:
-        return LAUNCH % (HELP.search(text) is not None)
+        return LAUNCH
     names, rows = [], []  # of kernels that the preprocessor may leave out: their addresses are 0 then
     for bounds, name, constant, mapped in KERNEL.findall(text):
         assert constant or not mapped, f"{name}: a tensor map is read where the argument lies, so __grid_constant__"

@@ -907,6 +907,12 @@ inline void arrive_as_warp(Barrier* barrier, int lane)
         arrive(barrier);
 }
 
+// Blocks of threads run one after the other: for whom one waits has run, or never will
+inline void await_turn(const unsigned* turns, unsigned count)
+{
+    if (*turns != count)
+        STOP("waits for turn %u, and this is turn %u", count, *turns);
+}
 inline void pass_turn(unsigned* turns)
 {
     if (!emulated::me().stores.empty() || !emulated::me().store_groups.empty())

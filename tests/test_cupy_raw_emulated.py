@@ -14,7 +14,6 @@ import emulator
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from strategies import DTYPES, decode_problems, problems, restride, varlen_problems
 from test_decode import ENTRIES, check_entries
 from test_decode import make as decode
@@ -833,84 +832,6 @@ def test_broken_few_rows_are_caught(old, new, device_by_name, monkeypatch):
         check(case, reference, backward=False)
 
 
-def helping(monkeypatch, number):
-    """So many processors, whose idle ones help for however little."""
-    monkeypatch.setattr(tiling, "FEW_MMA_HELPED", -100)
-    processors(monkeypatch, number)
-
-
-HELPED = {  # and processors: some more than pieces of work
-    "one query": (dict(B=1, Hq=4, Hkv=2, Tq=1, Tk=900, d=64), 3),
-    "hands of all processors": (dict(B=3, Hq=6, Hkv=3, Tq=2, Tk=600, d=128, causal=True), 17),
-    "piece after piece": (dict(B=3, Hq=3, Hkv=3, Tq=1, Tk=2400, d=16, softcap=3.0), 10),
-    "lengths": (dict(B=4, Hq=6, Hkv=2, Tq=3, Tk=900, d=40, dv=72, causal=True, kv_lengths=[900, 300, 0, 645],
-                     q_lengths=[3, 2, 1, 0], sinks=np.linspace(-1, 1, 6, dtype=np.float32)), 10),
-    "window": (dict(B=1, Hq=4, Hkv=4, Tq=2, Tk=900, d=20, dv=33, window=(700, 0), q_offset=[850]), 5),
-    "two blocks of rows": (dict(B=1, Hq=16, Hkv=2, Tq=5, Tk=600, d=32, alibi_slopes=[0.1] * 16), 7),
-    "everything": (dict(B=1, Hq=2, Hkv=2, Tq=4, Tk=600, d=32, mask=M.Prefix(550), dropout=0.3, seed=5,
-                        bias=np.ones((1, 2, 4, 600), np.float16)), 3),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", HELPED)
-def test_idle_processors_help(name, device_by_name, monkeypatch):
-    """Warps of further blocks take the last keys of each piece; the counters are zeros again."""
-    call, number = HELPED[name]
-    case = make(dtype="float16", **call)
-    helping(monkeypatch, number)
-    texts, source = [], compile.source
-    monkeypatch.setattr(compile, "source", lambda name, text: texts.append(text) or source(name, text))
-    check(case, case.reference(), small_on_device=True, backward=False)
-    check(case, case.reference(), small_on_device=name == "lengths", backward=False)
-    assert texts and all(re.search("constexpr int HELP = [1-9];", text) for text in texts)
-
-
-@pytest.mark.parametrize("old, new", [
-    ("", ""),
-    ("first = end + hand(turn) * STEP", "first = end"),
-    ("j_high = end;", ";"),
-    ("m[r][half];\n            *of_part", "0;\n            *of_part"),
-    ("exponential(early[hand].m - shift);", "exponential(early[hand].m);"),
-    ("total += weight * early[hand].l", "total += early[hand].l"),
-    ("count_and_see(counter, helped);  // zero", "; // zero"),
-])  # fmt: skip
-def test_broken_help_is_caught(old, new, device_by_name, monkeypatch):
-    cases = [make(dtype="float16", **HELPED[name][0]) for name in ("one query", "piece after piece")]
-    whole = compile.source
-    assert old in whole("fa2_few_rows.cu", "")
-    monkeypatch.setattr(compile, "source", lambda name, preamble: whole(name, preamble).replace(old, new))
-    caught = False
-    for case, number in zip(cases, (3, 10), strict=True):
-        case.q[...] *= 4  # maxima that differ from part to part
-        helping(monkeypatch, number)
-        reference = case.reference()
-        try:
-            for _ in range(2):
-                check(case, reference, backward=False)
-        except (AssertionError, RuntimeError):
-            caught = True
-    assert caught == bool(old)
-
-
-@FEW
-@given(decode_problems(dtypes=("float16",), max_length=700), st.integers(1, 5))
-def test_drawn_decode_problems_with_idle_processors(device_of_module, case, more):
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        helping(monkeypatch, case.k.shape[0] * case.k.shape[1] + more)
-        for name, result in zip(("out", "lse"), decode_on_device(case, True), strict=True):
-            assert_close(name, result, case.reference())
-
-
-@pytest.mark.parametrize("page", [0, 16, 48, 5])
-def test_help_with_caches(page, device_by_name, monkeypatch):
-    case = decode(B=3, Hq=4, Hkv=2, Tq=2, lengths=(845, 300, 7), page=page, d=64, dv=64, dtype="float16", causal=True)
-    helping(monkeypatch, 8)
-    texts, source = [], compile.source
-    monkeypatch.setattr(compile, "source", lambda name, text: texts.append(text) or source(name, text))
-    check_decode(case, case.reference())
-    assert re.search("constexpr int HELP = [1-9];", texts[0])
-
-
 def test_counters_are_of_a_stream_and_of_a_graph(device_by_name, monkeypatch):
     """Launches side by side do not count each other's parts: two streams, and two calls in graphs."""
     case = make(dtype="float16", B=1, Hq=2, Tq=1, Tk=600, d=16)
@@ -1197,7 +1118,7 @@ def test_guesses_of_few_rows_may_be_wrong(page, name, device_by_name, monkeypatc
         return text
 
     monkeypatch.setattr(compile, "source", changed)
-    for number in (1, 8, 132):
+    for number in (1, 132):
         processors(monkeypatch, number)
         check_decode(case, reference)
     looked_at = "if (__all_sync(WARP, kept))"

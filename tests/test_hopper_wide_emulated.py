@@ -199,12 +199,12 @@ BROKEN = {
     "dS is not fenced": ("one tile", "fence_shared();\n            announce(DS_THERE", "announce(DS_THERE"),
     "dS is not waited for": ("one tile", "meet(DS_THERE + part, BOTH)", "announce(DS_THERE + part, BOTH)"),
     "P is written over": (
-        "many steps, many stages", "await(barriers + P_READ + part, ((work.steps - steps) / HANDED & 1) ^ 1);", ";",
+        "many steps, many stages", "meet(P_READ + part, BOTH)", "announce(P_READ + part, BOTH)",
         "slopes, before P is read"),
     "dS is written over": (
         "many steps", "meet(DS_READ + part, BOTH)", "announce(DS_READ + part, BOTH)", "rows, before dQ"),
     "P is not waited for": (
-        "one tile", "await(barriers + P_THERE + part, (work.steps - steps) / HANDED & 1);", ";",
+        "one tile", "meet(P_THERE + part, BOTH)", "announce(P_THERE + part, BOTH)",
         "scores, before P is written"),
     "P is in float16 as it is": ("small probabilities", "TYPE == FLOAT16 ? 15 : 0", "0"),
     "P stays too large": ("one tile", "dV, P_LESS,", "dV, 1.0f,"),

@@ -15,7 +15,7 @@ from rawflash.backends.numpy_tiled.fa2_jvp import fa2_jvp
 from rawflash.backends.numpy_tiled.memory import Memory
 from rawflash.backends.numpy_tiled.scores import Scores
 from rawflash.oracle import Call, forward_head
-from rawflash.problem import check, check_tangents
+from rawflash.problem import check_jvp
 from rawflash.tiling import plan_tiles
 from rawflash.traffic import traffic
 
@@ -154,9 +154,8 @@ def test_rows_that_see_nothing_and_padding_do_not_change():
 def test_tiles_and_their_tangents_fit_on_chip(sram):
     """Nothing of size T x T, and no more on chip than was planned: half of M for tiles, half for tangents."""
     case = make(Tq=150, Tk=170, d=8, dv=6, dtype="float32", causal=True, sram=sram)
-    problem, x = check(case.q, case.k, case.v, backend="numpy_tiled", **case.options)
+    problem, x, given = check_jvp((case.q, case.k, case.v), tangents_of(case), **case.options)
     tiles = plan_tiles(problem, rf.hardware.chip_of("numpy_tiled", None), "jvp")
-    given = check_tangents(x, "float32", dict(zip("qkv", tangents_of(case), strict=True)))
     memory = Memory.of(problem, tiles)
     shapes = problem.B, problem.Hq, problem.Tq
     fa2_jvp(problem, tiles, x, given, *(np.zeros(shape, np.float32) for shape in ((*shapes, 6), shapes) * 2),
@@ -240,5 +239,7 @@ def test_who_has_forward_mode(options):
 
 def test_bad_tangents_of_the_oracle():
     primals, tangents = good()
+    with pytest.raises(rf.ProblemError, match="tangents is a tuple; expected a tuple of three"):
+        rf.oracle.attention_jvp(primals, tangents[:2])
     with pytest.raises(rf.ProblemError, match="tangents.1. has shape"):
         rf.oracle.attention_jvp(primals, (tangents[0], tangents[1][:, :, :1], tangents[2]))

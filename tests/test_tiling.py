@@ -13,7 +13,7 @@ from rawflash.problem import Problem
 from rawflash.tiling import (
     DAO_BACKWARD_BLOCKS, RESIDENT, SPLIT_INPUTS, SPLIT_LEAST, STREAMED, Tiles, key_ranges, parts_of, plan_tiles,
 )  # fmt: skip
-from rawflash.traffic import traffic, visits
+from rawflash.traffic import visits
 
 LOOPS = Chip("loops", 1 << 16, 1, "loops")
 VECTOR = Chip("vector", 1 << 16, 16, "vector", 512)
@@ -487,31 +487,6 @@ def test_queues_of_few_rows_are_longer_where_a_multiprocessor_has_one_block():
     assert queue(B=16, d=128, dv=128) == queue(B=1, d=128, dv=128) == 160 << 10
     assert queue(B=16, d=64, dv=64) == tiling.FEW_MMA_UNITS_ALONE * (16 << 10)
     assert queue(B=64, d=128, dv=128) == tiling.FEW_MMA_UNITS * (32 << 10) and queue(B=64, d=64, dv=64) == 64 << 10
-
-
-def test_idle_multiprocessors_help_few_rows():
-    """Where that gains something, by whole warps: so many hands of each piece; and parts of the keys elsewhere."""
-    row = replace(kernels_on("cupy_raw", chip("sm_90")), processors=132)
-
-    def hands(B, **sizes):
-        fixed = dict(Hq=32, Hkv=8, Tq=1, Tk=8192, d=128, dv=128, dtype="bfloat16", backend="cupy_raw")
-        tiles = plan_tiles(Problem(B=B, **(fixed | sizes)), row, "forward")
-        found = dict(tiles.constants).get("HELP", 0)
-        assert (found > 0) == (tiles.grid == 132) and not (found and tiles.parts > 1)
-        assert ("would be idle" in str(tiles)) == (found > 0)
-        return found
-
-    assert [hands(B) for B in (1, 4, 8, 9, 10, 12, 14, 16, 17)] == [0, 0, 0, 6, 5, 3, 1, 0, 0]
-    assert hands(16, Tk=32768) == 1 and hands(12, Tk=2048) == 3 and hands(12, Tk=256) == 0
-    assert hands(12, d=256, dv=256) == 0  # Q on chip is that of one head
-    assert tiling._few_mma_hands(132, 64, 132) == tiling._few_mma_hands(66, 64, 132) == (0, 0.0)
-    problem = Problem(B=12, Hq=32, Hkv=8, Tq=1, Tk=8192, d=128, dv=128, dtype="bfloat16", backend="cupy_raw")
-    tiles = plan_tiles(problem, row, "forward")
-    assert [tiling.hands_of(problem, tiles, 0, keys) for keys in (0, 200, 500, 8192)] == [0, 0, 3, 3]
-    assert traffic(problem, tiles, "forward").store("O") == 12 * 32 * 128 * (1 + 3)  # O, and that of three hands
-    assert traffic(problem, replace(tiles, grid=0, constants=()), "forward").store("O") == 12 * 32 * 128
-    steps = [tiling._few_mma_hands(pieces, 64, 132)[1] for pieces in range(67, 132)]
-    assert all(0 < left < 64 for left in steps) and steps == sorted(steps)
 
 
 @pytest.mark.parametrize("parts", [1, 3, 16, 64])

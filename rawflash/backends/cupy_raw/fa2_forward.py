@@ -55,20 +55,17 @@ def fa2_forward(problem: Problem, tiles: Tiles, x: Operands, out: Target, lse: T
 def _few_rows(problem: Problem, tiles: Tiles, x: Operands, out: Target, lse: Target) -> None:
     rows, parts = problem.B * problem.Hq * problem.Tq, tiles.parts
     blocks = blocks_of(problem.group * problem.Tq, tiles.br)
-    pieces = blocks * problem.Hkv * problem.B
-    helping = max(tiles.grid - pieces, 0)  # thread blocks; each of a piece's hands has a part
     kernels = x.memo.get("fa2_few_rows.cu") or launcher(
         "fa2_few_rows.cu", problem, tiles, x, {"o": out, "lse": lse}, blocks=blocks, parts=parts,
-        part_keys=FEW_MMA_LEAST, section=helping,
+        part_keys=FEW_MMA_LEAST,
     )  # fmt: skip
     values = {"o.data": out.address, "lse.data": lse.address}
-    if parts > 1 or helping:  # O, m and l of every part
-        kept = dict(tiles.constants)["HELP"] if helping else parts
-        O, m, l = (kernels.workspace(rows * n * kept) for n in (problem.dv, 1, 1))
+    if parts > 1:  # O, m and l of every part
+        O, m, l = (kernels.workspace(rows * n * parts) for n in (problem.dv, 1, 1))
         values |= {"sums": O.data.ptr, "m.data": m.data.ptr, "l.data": l.data.ptr}
-        values["counters"] = kernels.counters(pieces)
+        values["counters"] = kernels.counters(blocks * problem.Hkv * problem.B)
     call = kernels.call(problem, x, values)
-    kernels.run("fa2_few_rows", helping + pieces * parts, call, tiles.smem_bytes)
+    kernels.run("fa2_few_rows", blocks * parts * problem.Hkv * problem.B, call, tiles.smem_bytes)
 
 
 def _warpgroups(problem: Problem, tiles: Tiles, x: Operands, out: Target, lse: Target) -> None:

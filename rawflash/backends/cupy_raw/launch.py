@@ -137,7 +137,6 @@ def constants(problem: Problem, tiles: Tiles, *, aligned: bool, side_dtypes: dic
         "HALVES": 1 if tiles.family == FEW_MMA and problem.group * problem.Tq <= MMA_DEPTH // 2 else 2,
         "SCALE_LATER": int(scale_later(problem)),
         "P_STAYS": 0,
-        "HELP": 0,
         "DEPTH_D": blocks_of(problem.d, depth) * depth,
         "DEPTH_V": blocks_of(problem.dv, depth) * depth,
         "PITCH_D": to_d,

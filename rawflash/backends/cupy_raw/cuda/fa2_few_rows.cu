@@ -2,9 +2,8 @@
 //
 // A block of threads owns a part of the keys of one K/V head and Br rows of the query heads that share it, packed: row r of these is query
 // r % Tq of the group's head r / Tq. So K and V are read once, and the time is that of reading them. Its warps take Bc keys in turn, each with
-// an O, m and l of its own, which are merged at the end; those of the parts are merged by the block that is the last to end, and what warps of
-// idle multiprocessors took of its keys (Help) by the block itself. All in a fixed order, as the online softmax goes on from one step to the next
-// (split over keys: Dao, Haziza, Massa, Sizov, "Flash-Decoding", 2023).
+// an O, m and l of its own, which are merged at the end; those of the parts are merged by the block that is the last to end. Both in a fixed
+// order, as the online softmax goes on from one step to the next (split over keys: Dao, Haziza, Massa, Sizov, "Flash-Decoding", 2023).
 //
 // On chip:  K or V, a queue of units of Bc keys for each warp; in registers S = P (Br, Bc), O (Br, dv), m, l; Q (Br, d) where there is room.
 // Read per step: K_j and V_j, a step or more ahead. Written once: O and lse, or O, m and l of a part.
@@ -36,13 +35,11 @@ constexpr bool Q_ON_CHIP = M * PIECES_D > 4;  // where O leaves too few register
 constexpr int Q_BYTES = Q_ON_CHIP ? BR * PIECES_D * 32 * (int)sizeof(elem) : 0;
 constexpr int UNITS = (TILE_BYTES - Q_BYTES) / (WARPS * WARP_SIZE * SLOTS * VECTOR_BYTES);
 static_assert(UNITS >= 2 && TILE_BYTES >= WARPS * M * HALVES * WARP_SIZE * (4 * 16 + 8), "what the queues need, and the end");
-static_assert(!HELP || !Q_ON_CHIP, "warps that help have Q of different heads");
 static_assert(HALVES == 2 || M == 1, "rows of a product, of which the second eight may not exist");
 constexpr int MERGED = 4;  // neighbouring columns that a lane merges
 constexpr int MOST_PARTS = 64;
 constexpr int EARLY = 16;    // parts whose O is asked for before their weights are known
 constexpr long long FEW_STEPS = 16;  // of a warp
-constexpr int BEGIN_STEPS = 2;  // what a hand's piece costs besides its steps: FEW_MMA_BEGIN in tiling.py
 constexpr unsigned NONE = ~0u;  // no block of the cache
 constexpr bool IN_ONE_BLOCK = PAGE && PAGE % STEP == 0;  // the keys of a step
 
@@ -151,22 +148,6 @@ __device__ __forceinline__ float* of_part(const Call& call, const Statistic& sta
     return row_of(statistic, at.s.slot, at.h, i) + part * rows_of_part(call);
 }
 
-// Four columns of a part's O, or zeros; other blocks have written them, so not from the cache of this multiprocessor.
-__device__ __forceinline__ Four read_part(const Call& call, const Head& at, int part, long long i, int column, bool exists)
-{
-    const float* const from = sums_of_part(call, at, part, i) + column;
-    Four O = {};
-    if (DV % MERGED == 0) {
-        if (exists && column < DV)
-            O = four_of(__ldcg(reinterpret_cast<const float4*>(from)));
-    } else {
-#pragma unroll
-        for (int n = 0; n < MERGED; n++)
-            O.x[n] = exists && column + n < DV ? __ldcg(from + n) : 0.0f;
-    }
-    return O;
-}
-
 // to[column ...] = factor * four of DV numbers, or zeros.
 __device__ __forceinline__ void store_four(elem* to, int column, const Four& sums, float factor, bool empty)
 {
@@ -199,11 +180,23 @@ __device__ __forceinline__ void finish_four(
         store_lse(call, at.s.slot, at.h, i, lse);
 }
 
-// O, m and l of all parts of a row -> O = O / l, lse. By a warp.
+// O, m and l of all parts of a row -> O = O / l, lse. By a warp; other blocks have written them, so not from the cache of this multiprocessor.
 __device__ __forceinline__ void merge_parts(const Call& call, const Head& at, int parts, long long i)
 {
     const Sequence& s = at.s;
-    auto read = [&](int part, int column) { return read_part(call, at, part, i, column, i < s.q_length && part < parts); };
+    auto read = [&](int part, int column) {
+        const float* const from = sums_of_part(call, at, part, i) + column;
+        Four O = {};
+        if (DV % MERGED == 0) {
+            if (i < s.q_length && part < parts && column < DV)
+                O = four_of(__ldcg(reinterpret_cast<const float4*>(from)));
+        } else {
+#pragma unroll
+            for (int n = 0; n < MERGED; n++)
+                O.x[n] = i < s.q_length && part < parts && column + n < DV ? __ldcg(from + n) : 0.0f;
+        }
+        return O;
+    };
     // A lane for each part: its weight; then a lane for every few columns. All that can be is asked for first, as each answer takes as long
     // as a step.
     const int lane = threadIdx.x % WARP_SIZE;
@@ -251,424 +244,303 @@ __device__ __forceinline__ void merge_parts(const Call& call, const Head& at, in
     }
 }
 
-// Where there are fewer pieces of work than multiprocessors, each of which has one block: HELP, further blocks, numbered before the others so that
-// these may wait for them. Each of their warps is a hand that takes the last keys of a piece on its own: as one of HELP hands of that piece; or,
-// where there are fewer hands than pieces, of one piece after the other.
-struct Help {
-    static constexpr unsigned EACH = HELP > 0 ? HELP : 1;  // hands of a piece
-    unsigned blocks, pieces, hands, turns;                 // turns: pieces of a hand
-    bool helps;
-
-    __device__ __forceinline__ explicit Help(const Call& call) : blocks(HELP ? (unsigned)call.section : 0), helps(HELP && blockIdx.x < blocks)
-    {
-        pieces = gridDim.x - blocks, hands = blocks * WARPS;
-        turns = HELP ? (pieces * EACH + hands - 1) / hands : 1;
-    }
-
-    __device__ __forceinline__ unsigned share(unsigned turn) const { return turn * hands + blockIdx.x * WARPS + threadIdx.x / WARP_SIZE; }
-    __device__ __forceinline__ bool ends(unsigned turn) const { return helps && share(turn) >= pieces * EACH; }
-    __device__ __forceinline__ unsigned number(unsigned turn) const  // of a hand at its end, any
-    {
-        const unsigned of_hand = share(turn) / EACH;
-        return !helps ? blockIdx.x - blocks : of_hand < pieces ? of_hand : pieces - 1;
-    }
-    __device__ __forceinline__ int hand(unsigned turn) const { return share(turn) % EACH; }
-
-    // A hand's steps, so that all end together; then the keys of a warp, of these: how many hands have a share.
-    __device__ __forceinline__ int share_out(int j_low, int& j_high, int& first, int& stride, unsigned turn) const
-    {
-        const int steps = ceil_div(j_high > j_low ? j_high - j_low : 0, STEP), to_each = WARPS * (int)turns;
-        const int its = (steps - to_each * BEGIN_STEPS) / (to_each + (int)EACH), end = j_low + (steps - its * (int)EACH) * STEP;
-        if (its <= 0) {
-            j_high = helps ? first : j_high;
-            return 0;
-        }
-        if (helps)
-            first = end + hand(turn) * STEP, stride = (int)EACH * STEP;
-        else
-            j_high = end;
-        return EACH;
-    }
-};
-
-// O, m and l of a hand's keys to where the piece's block finds them; then it is one that is done.
-__device__ __forceinline__ void hand_over(const Call& call, const Row (&rows)[M][HALVES], const float (&O)[M][PIECES_V][8][4],
-                                          const float (&m)[M][HALVES], const float (&l)[M][HALVES], int hand, unsigned* counter, unsigned all)
-{
-    const int t = threadIdx.x % 4;
-#pragma unroll
-    for (int n = 0; n < M * HALVES; n++) {
-        const int r = n / HALVES, half = n % HALVES;
-        const Row& its = rows[r][half];
-        const float total = sum_of_lanes<4>(l[r][half]);
-        if (!its.exists || its.i >= its.at.s.q_length)
-            continue;
-        float* const to = sums_of_part(call, its.at, hand, its.i);
-#pragma unroll
-        for (int c = 0; c < 4 * PIECES_V; c++) {
-            const int column = 64 * (c / 4) + 16 * t + MERGED * (c % 4);
-            const float(&from)[8][4] = O[r][c / 4];
-            const int some = 4 * (c % 2), of = 2 * half + c % 4 / 2;
-            if (DV % MERGED == 0) {
-                if (column < DV)
-                    *reinterpret_cast<float4*>(to + column) = make_float4(from[some][of], from[some + 1][of], from[some + 2][of], from[some + 3][of]);
-            } else {
-#pragma unroll
-                for (int x = 0; x < MERGED; x++)
-                    if (column + x < DV)
-                        to[column + x] = from[some + x][of];
-            }
-        }
-        if (t == 0) {
-            *of_part(call, call.m, its.at, hand, its.i) = m[r][half];
-            *of_part(call, call.l, its.at, hand, its.i) = total;
-        }
-    }
-    __syncwarp();
-    if (threadIdx.x % WARP_SIZE == 0)
-        count_and_see(counter, all);
-}
-
-extern "C" __global__ void __launch_bounds__(THREADS, HELP > 0) fa2_few_rows(const __grid_constant__ Call call)
+extern "C" __global__ void __launch_bounds__(THREADS) fa2_few_rows(const __grid_constant__ Call call)
 {
     extern __shared__ __align__(VECTOR_BYTES) unsigned char on_chip[];
     const int lane = threadIdx.x % WARP_SIZE, warp = threadIdx.x / WARP_SIZE, g = lane / 4, t = lane % 4;
     const unsigned row_blocks = (unsigned)call.blocks, most_parts = (unsigned)call.parts, heads = (unsigned)call.Hkv, queries = (unsigned)call.Tq;
-    const unsigned group = (unsigned)call.Hq / heads;
-    const Help help(call);
-    unsigned row_block, bh, h_kv, turn = 0;
-    int part, parts, helped;
-    unsigned told = 0;  // hands that were at their end when this warp nearly was
-    Sequence s;
-    // Rows of Q are those of several heads
+    const unsigned row_block = blockIdx.x % row_blocks, bh = blockIdx.x / row_blocks / most_parts;
+    const int part = (int)(blockIdx.x / row_blocks % most_parts);
+    const unsigned b = bh / heads, h_kv = bh % heads, group = (unsigned)call.Hq / heads;
+
+    // Which keys are a warp's: lengths say it, and of a paged cache the table says where they lie. Kernels before this one may be writing both, and
+    // end now: they are read as they are, and believed until rows have been asked for by them.
+    let_next_grid_begin();
+    Sequence s = sequence<true>(call, b);
+    int j_low, j_high, parts, stride, first_of_warp;
+    auto share_out = [&]() {
+        seen_keys(call, s, j_low, j_high);
+        parts = parts_of(call, j_low, j_high), stride = parts * TURN;
+        first_of_warp = j_low + part * TURN + warp * STEP;
+    };
+    share_out();
+    int asked_for = first_of_warp, steps = 0;  // key of the next unit; steps that were asked for
+    unsigned exist = 0;                        // a bit for each of them: does its block exist? The last one's is the lowest
+    // What the table says, if all keys of a step are in one block: a lane knows it for the n-th of 32 steps, and for that of the next 32, asked for
+    // long before, as it waits behind all the rows that are under way.
+    auto step_of_lane = [&](int first) { return first + (long long)lane * stride; };
+    auto look_up = [&](int first) {
+        const long long j = step_of_lane(first);
+        return IN_ONE_BLOCK && j < j_high ? block_of(call, b, j) : table_entry(-1);
+    };
+    auto known = [&](table_entry found) { return 0 <= found && found < call.cache_blocks ? (unsigned)found : NONE; };
+    unsigned block = NONE, now = NONE;
+    if (IN_ONE_BLOCK && step_of_lane(asked_for) < j_high)
+        now = known(block_of<true>(call, b, step_of_lane(asked_for)));
+    if (call.Tk <= FEW_STEPS * stride)  // more of them have memory busy to the end
+        ask_for_first_rows(call, b, h_kv, first_of_warp, j_high, __shfl_sync(WARP, now, 0));
+    await_grids_before();
+
+    // The queue: 16 rows of K, then of V, and so on
+    Piece* const queue = (Piece*)on_chip + warp * UNITS * SLOTS * WARP_SIZE;
+    const Copies<D, 4 * PIECES_D> of_K(key_slot);
+    const Copies<DV, 8 * PIECES_V> of_V(value_slot);
+    const long long entry_of_arrays = PAGE ? 0 : b;  // a block of a paged cache adds its own
+    const elem* const from_K = row_of(call.k, entry_of_arrays, h_kv, of_K.row) + 8 * of_K.piece;
+    const elem* const from_V = row_of(call.v, entry_of_arrays, h_kv, of_V.row) + 8 * of_V.piece;
+    const long long row_K = in_register(call.k.row), row_V = in_register(call.v.row);
+    const long long block_K = PAGE ? in_register(call.k.batch) : 0, block_V = PAGE ? in_register(call.v.batch) : 0;
+    table_entry next;
+    auto ask_for = [&](bool values, int unit) {
+        bool there = false;
+        if (asked_for < j_high) {
+            Piece* const to = queue + unit * SLOTS * WARP_SIZE;
+            const elem* first = values ? from_V : from_K;
+            const long long its_row = values ? row_V : row_K;
+            there = true;
+            if constexpr (IN_ONE_BLOCK) {
+                if (!values)
+                    block = __shfl_sync(WARP, now, steps % WARP_SIZE);
+                there = block != NONE;
+                first += (there ? block : 0) * (values ? block_V : block_K) + (PAGE == STEP ? 0 : asked_for % PAGE) * its_row;
+            } else if (PAGE == 0) {
+                first += asked_for * its_row;
+            }
+            const int left = there ? j_high - asked_for : 0;
+            auto from = [&](int row, int piece, int n, bool& exists) {
+                exists = n + row < left;
+                if constexpr (!PAGE || IN_ONE_BLOCK)
+                    return first + n * its_row;
+                const long long j = asked_for + n + row;
+                const Place place = exists ? place_in(call, {}, j, block_of(call, b, j)) : Place{0, 0, false};
+                exists = place.exists;
+                return (const elem*)row_of(values ? call.v : call.k, place.slot, h_kv, place.t) + 8 * piece;
+            };
+            if (values)
+                of_V.begin(to, value_slot, [&](int n, bool& exists) { return from(of_V.row, of_V.piece, n, exists); });
+            else
+                of_K.begin(to, key_slot, [&](int n, bool& exists) { return from(of_K.row, of_K.piece, n, exists); });
+        }
+        if (values) {
+            asked_for += stride;
+            steps++;
+            if (IN_ONE_BLOCK && steps % WARP_SIZE == 0) {
+                now = known(next);
+                next = look_up(asked_for + WARP_SIZE * stride);
+            }
+        } else {
+            exist = exist << 1 | there;
+        }
+        commit_group();
+    };
+    constexpr int BEGUN = UNITS / 2;  // steps whose K is asked for
+#pragma unroll 1
+    for (;;) {
+        // All that was believed is read once more, at one time
+        const Sequence truth = sequence(call, b);
+        unsigned found = known(look_up(first_of_warp));
+        if (part < parts) {
+#pragma unroll
+            for (int unit = 0; unit < UNITS - 1; unit++)
+                ask_for(unit % 2, unit);
+        }
+        // Whole steps, of the same blocks, are what was wanted even if there are more keys now, or fewer
+        const int first = first_of_warp, distance = stride, end = first + (BEGUN - 1) * distance + STEP, high = j_high;
+        s = truth;
+        share_out();
+        const bool same_steps = first == first_of_warp && distance == stride;
+        const bool kept = same_steps && (high == j_high || (end <= high && end <= j_high)) && (lane >= BEGUN || found == now);
+        if (!same_steps || high != j_high)
+            found = known(look_up(first_of_warp));
+        now = found, next = look_up(first_of_warp + WARP_SIZE * stride);
+        if (__all_sync(WARP, kept))
+            break;
+        await_groups<0>();
+        asked_for = first_of_warp, steps = 0, exist = 0;
+    }
+    if (part >= parts)
+        return;
+
+    // Load Q, whose rows are those of several heads
     auto row_at = [&](int n) {
         const unsigned row = row_block * BR + n;
         const bool exists = row < group * queries;
         return Row{head(call, s, h_kv * group + (exists ? row / queries : 0)), exists ? row % queries : 0, exists};
     };
     Row rows[M][HALVES];
-    float O[M][PIECES_V][8][4], m[M][HALVES], l[M][HALVES];
-    let_next_grid_begin();
-
-#pragma unroll 1
-    for (;; turn++) {  // one, but of a warp that helps
-        const unsigned number = help.number(turn);
-        row_block = number % row_blocks, bh = number / row_blocks / most_parts, part = (int)(number / row_blocks % most_parts);
-        const unsigned b = bh / heads;
-        h_kv = bh % heads;
-
-        // Which keys are a warp's: lengths say it, and of a paged cache the table says where they lie. Kernels before this one may be writing both, and
-        // end now: they are read as they are, and believed until rows have been asked for by them.
-        s = sequence<true>(call, b);
-        int j_low, j_high, stride, first_of_warp;
-        auto share_out = [&]() {
-            seen_keys(call, s, j_low, j_high);
-            parts = parts_of(call, j_low, j_high), stride = parts * TURN;
-            first_of_warp = j_low + part * TURN + warp * STEP;
-            helped = HELP ? help.share_out(j_low, j_high, first_of_warp, stride, turn) : 0;
-        };
-        share_out();
-        int asked_for = first_of_warp, steps = 0;  // key of the next unit; steps that were asked for
-        unsigned exist = 0;                        // a bit for each of them: does its block exist? The last one's is the lowest
-        // What the table says, if all keys of a step are in one block: a lane knows it for the n-th of 32 steps, and for that of the next 32, asked for
-        // long before, as it waits behind all the rows that are under way.
-        auto step_of_lane = [&](int first) { return first + (long long)lane * stride; };
-        auto look_up = [&](int first) {
-            const long long j = step_of_lane(first);
-            return IN_ONE_BLOCK && j < j_high ? block_of(call, b, j) : table_entry(-1);
-        };
-        auto known = [&](table_entry found) { return 0 <= found && found < call.cache_blocks ? (unsigned)found : NONE; };
-        unsigned block = NONE, now = NONE;
-        if (IN_ONE_BLOCK && step_of_lane(asked_for) < j_high)
-            now = known(block_of<true>(call, b, step_of_lane(asked_for)));
-        if (call.Tk <= FEW_STEPS * stride)  // more of them have memory busy to the end
-            ask_for_first_rows(call, b, h_kv, first_of_warp, j_high, __shfl_sync(WARP, now, 0));
-        await_grids_before();
-        if (help.ends(turn))
-            return;
-
-        // The queue: 16 rows of K, then of V, and so on
-        Piece* const queue = (Piece*)on_chip + warp * UNITS * SLOTS * WARP_SIZE;
-        const Copies<D, 4 * PIECES_D> of_K(key_slot);
-        const Copies<DV, 8 * PIECES_V> of_V(value_slot);
-        const long long entry_of_arrays = PAGE ? 0 : b;  // a block of a paged cache adds its own
-        const elem* const from_K = row_of(call.k, entry_of_arrays, h_kv, of_K.row) + 8 * of_K.piece;
-        const elem* const from_V = row_of(call.v, entry_of_arrays, h_kv, of_V.row) + 8 * of_V.piece;
-        const long long row_K = in_register(call.k.row), row_V = in_register(call.v.row);
-        const long long block_K = PAGE ? in_register(call.k.batch) : 0, block_V = PAGE ? in_register(call.v.batch) : 0;
-        table_entry next;
-        auto ask_for = [&](bool values, int unit) {
-            bool there = false;
-            if (asked_for < j_high) {
-                Piece* const to = queue + unit * SLOTS * WARP_SIZE;
-                const elem* first = values ? from_V : from_K;
-                const long long its_row = values ? row_V : row_K;
-                there = true;
-                if constexpr (IN_ONE_BLOCK) {
-                    if (!values)
-                        block = __shfl_sync(WARP, now, steps % WARP_SIZE);
-                    there = block != NONE;
-                    first += (there ? block : 0) * (values ? block_V : block_K) + (PAGE == STEP ? 0 : asked_for % PAGE) * its_row;
-                } else if (PAGE == 0) {
-                    first += asked_for * its_row;
-                }
-                const int left = there ? j_high - asked_for : 0;
-                auto from = [&](int row, int piece, int n, bool& exists) {
-                    exists = n + row < left;
-                    if constexpr (!PAGE || IN_ONE_BLOCK)
-                        return first + n * its_row;
-                    const long long j = asked_for + n + row;
-                    const Place place = exists ? place_in(call, {}, j, block_of(call, b, j)) : Place{0, 0, false};
-                    exists = place.exists;
-                    return (const elem*)row_of(values ? call.v : call.k, place.slot, h_kv, place.t) + 8 * piece;
-                };
-                if (values)
-                    of_V.begin(to, value_slot, [&](int n, bool& exists) { return from(of_V.row, of_V.piece, n, exists); });
-                else
-                    of_K.begin(to, key_slot, [&](int n, bool& exists) { return from(of_K.row, of_K.piece, n, exists); });
-            }
-            if (values) {
-                asked_for += stride;
-                steps++;
-                if (IN_ONE_BLOCK && steps % WARP_SIZE == 0) {
-                    now = known(next);
-                    next = look_up(asked_for + WARP_SIZE * stride);
-                }
-            } else {
-                exist = exist << 1 | there;
-            }
-            commit_group();
-        };
-        constexpr int BEGUN = UNITS / 2;  // steps whose K is asked for
-#pragma unroll 1
-        for (;;) {
-            // All that was believed is read once more, at one time
-            const Sequence truth = sequence(call, b);
-            unsigned found = known(look_up(first_of_warp));
-            if (part < parts) {
+    Piece Q[M][HALVES][Q_ON_CHIP ? 1 : PIECES_D];
+    Piece* const Q_tile = (Piece*)(on_chip + TILE_BYTES - Q_BYTES) + lane;
+    auto q_slot = [](int r, int half, int x) { return ((r * 2 + half) * PIECES_D + x) * WARP_SIZE; };
 #pragma unroll
-                for (int unit = 0; unit < UNITS - 1; unit++)
-                    ask_for(unit % 2, unit);
+    for (int r = 0; r < M; r++)
+#pragma unroll
+        for (int half = 0; half < HALVES; half++) {
+            const Row& row = rows[r][half] = row_at(16 * r + 8 * half + g);
+            const elem* const from = row_of(call.q, s.slot, row.at.h, row.i);
+#pragma unroll
+            for (int x = 0; x < PIECES_D; x++) {
+                const int column = 32 * x + 8 * t;
+                Piece piece = {};
+                if (row.exists && row.i < s.q_length) {
+                    if (ALIGNED && column < D) {
+                        piece = *reinterpret_cast<const Piece*>(from + column);
+                    } else if (!ALIGNED) {
+#pragma unroll
+                        for (int n = 0; n < 8; n++)
+                            piece.x[n / 2] |= (column + n < D ? (unsigned)from[column + n] : 0u) << 16 * (n % 2);
+                    }
+                }
+                if constexpr (!Q_ON_CHIP)
+                    Q[r][half][x] = piece;
+                else if (warp == 0)
+                    Q_tile[q_slot(r, half, x)] = piece;
             }
-            // Whole steps, of the same blocks, are what was wanted even if there are more keys now, or fewer
-            const int first = first_of_warp, distance = stride, end = first + (BEGUN - 1) * distance + STEP, high = j_high;
-            s = truth;
-            share_out();
-            const bool same_steps = first == first_of_warp && distance == stride;
-            const bool kept = same_steps && (high == j_high || (end <= high && end <= j_high)) && (lane >= BEGUN || found == now);
-            if (!same_steps || high != j_high)
-                found = known(look_up(first_of_warp));
-            now = found, next = look_up(first_of_warp + WARP_SIZE * stride);
-            if (__all_sync(WARP, kept))
-                break;
-            await_groups<0>();
-            asked_for = first_of_warp, steps = 0, exist = 0;
         }
-        if (part >= parts)
-            return;
 
-        // Load Q
-        Piece Q[M][HALVES][Q_ON_CHIP ? 1 : PIECES_D];
-        Piece* const Q_tile = (Piece*)(on_chip + TILE_BYTES - Q_BYTES) + lane;
-        auto q_slot = [](int r, int half, int x) { return ((r * 2 + half) * PIECES_D + x) * WARP_SIZE; };
+    if constexpr (Q_ON_CHIP)
+        __syncthreads();  // Q is there
+
+    float O[M][PIECES_V][8][4], m[M][HALVES], l[M][HALVES];
+#pragma unroll
+    for (int r = 0; r < M; r++) {
+#pragma unroll
+        for (int x = 0; x < PIECES_V; x++)
+            fill(O[r][x], 0.0f);
+#pragma unroll
+        for (int half = 0; half < HALVES; half++)
+            m[r][half] = -INFINITE, l[r][half] = 0;
+    }
+
+    int unit = 0;
+    for (int j0 = first_of_warp; j0 < j_high; j0 += stride) {
+        // S = Q K^T
+        await_groups<UNITS - 2>();
+        __syncwarp();  // K_j is there, and no lane reads the unit before any more
+        ask_for(UNITS % 2 == 0, unit == 0 ? UNITS - 1 : unit - 1);
+        float S[M][2][4];
+#pragma unroll
+        for (int r = 0; r < M; r++)
+            fill(S[r], 0.0f);
+#pragma unroll
+        for (int x = 0; x < PIECES_D; x++) {
+            Piece K[2];
+#pragma unroll
+            for (int n = 0; n < 2; n++)
+                K[n] = queue[unit * SLOTS * WARP_SIZE + key_slot(8 * n + g, 4 * x + t)];
+#pragma unroll
+            for (int r = 0; r < M; r++) {
+                Piece q[2] = {};
+#pragma unroll
+                for (int half = 0; half < HALVES; half++)
+                    q[half] = Q_ON_CHIP ? Q_tile[q_slot(r, half, x)] : Q[r][half][Q_ON_CHIP ? 0 : x];
+#pragma unroll
+                for (int y = 0; y < 4; y += 2)
+#pragma unroll
+                    for (int n = 0; n < 2; n++)
+                        multiply(S[r][n], {q[0].x[y], q[1].x[y], q[0].x[y + 1], q[1].x[y + 1]}, {K[n].x[y], K[n].x[y + 1]});
+            }
+        }
+        unit = unit + 1 == UNITS ? 0 : unit + 1;
+
+        // Scores; hidden ones -inf
+        constexpr int AHEAD = (UNITS - 1) / 2;  // units of K that were asked for since
+        bool full = !HAS_MASK && j0 + STEP <= j_high;
+        if constexpr (BAND)
+            full = full && band_tile(call.band_lower, call.band_upper, 0, call.Tq, j0, j0 + STEP, s.offset) == FULL;
+        if constexpr (PAGE)
+            full = full && IN_ONE_BLOCK && (exist >> AHEAD & 1);
+        auto scores = [&](bool sees_all) {
+#pragma unroll
+            for (int r = 0; r < M; r++)
+#pragma unroll
+                for (int n = 0; n < 8; n++) {
+                    float& x = S[r][n / 4][n % 4];
+                    const int half = n % 4 / 2;
+                    if (half >= HALVES)  // no such rows: 0, as the products are
+                        continue;
+                    const int j = j0 + 8 * (n / 4) + 2 * t + n % 2;
+                    float unused;
+                    if (sees_all || (j < j_high && visible(call, rows[r][half].at, rows[r][half].i, j)))
+                        x = score(call, rows[r][half].at, x, rows[r][half].i, j, unused);
+                    else
+                        x = -INFINITE;
+                }
+        };
+        if (full)
+            scores(true);
+        else
+            scores(false);
+
+        // m_new = max(m, rowmax(S)); P = exp(S - m_new); l = alpha l + rowsum(P)
+        float alpha[M][HALVES];
+        bool same = true;
 #pragma unroll
         for (int r = 0; r < M; r++)
 #pragma unroll
             for (int half = 0; half < HALVES; half++) {
-                const Row& row = rows[r][half] = row_at(16 * r + 8 * half + g);
-                const elem* const from = row_of(call.q, s.slot, row.at.h, row.i);
+                float highest = S[r][0][2 * half];
 #pragma unroll
-                for (int x = 0; x < PIECES_D; x++) {
-                    const int column = 32 * x + 8 * t;
-                    Piece piece = {};
-                    if (row.exists && row.i < s.q_length) {
-                        if (ALIGNED && column < D) {
-                            piece = *reinterpret_cast<const Piece*>(from + column);
-                        } else if (!ALIGNED) {
+                for (int n = 1; n < 4; n++)
+                    highest = larger(highest, S[r][n / 2][2 * half + n % 2]);
+                highest = larger(m[r][half], maximum_of_lanes<4>(highest));
+                const float shift = highest == -INFINITE ? 0.0f : highest;
+                alpha[r][half] = exponential(m[r][half] - shift);
+                same = same && highest == m[r][half];
+                m[r][half] = highest;
+                float total = 0;
 #pragma unroll
-                            for (int n = 0; n < 8; n++)
-                                piece.x[n / 2] |= (column + n < D ? (unsigned)from[column + n] : 0u) << 16 * (n % 2);
-                        }
-                    }
-                    if constexpr (!Q_ON_CHIP)
-                        Q[r][half][x] = piece;
-                    else if (warp == 0)
-                        Q_tile[q_slot(r, half, x)] = piece;
+                for (int n = 0; n < 4; n++) {
+                    float& x = S[r][n / 2][2 * half + n % 2];
+                    x = exponential(x - shift);
+                    total += x;
+                    if constexpr (DROPOUT)
+                        x = kept(call, s.b, rows[r][half].at.h, rows[r][half].i, j0 + 8 * (n / 2) + 2 * t + n % 2) ? x : 0.0f;
                 }
+                l[r][half] = l[r][half] * alpha[r][half] + total;
             }
 
-        if constexpr (Q_ON_CHIP)
-            __syncthreads();  // Q is there
-
-#pragma unroll
-        for (int r = 0; r < M; r++) {
-#pragma unroll
-            for (int x = 0; x < PIECES_V; x++)
-                fill(O[r][x], 0.0f);
-#pragma unroll
-            for (int half = 0; half < HALVES; half++)
-                m[r][half] = -INFINITE, l[r][half] = 0;
-        }
-
-        int unit = 0;
-        for (int j0 = first_of_warp; j0 < j_high; j0 += stride) {
-            // S = Q K^T
-            await_groups<UNITS - 2>();
-            __syncwarp();  // K_j is there, and no lane reads the unit before any more
-            ask_for(UNITS % 2 == 0, unit == 0 ? UNITS - 1 : unit - 1);
-            float S[M][2][4];
+        // O = alpha O + P V
+        if (!__all_sync(WARP, same)) {
 #pragma unroll
             for (int r = 0; r < M; r++)
-                fill(S[r], 0.0f);
 #pragma unroll
-            for (int x = 0; x < PIECES_D; x++) {
-                Piece K[2];
+                for (int x = 0; x < PIECES_V; x++)
 #pragma unroll
-                for (int n = 0; n < 2; n++)
-                    K[n] = queue[unit * SLOTS * WARP_SIZE + key_slot(8 * n + g, 4 * x + t)];
+                    for (int n = 0; n < 8; n++)
 #pragma unroll
-                for (int r = 0; r < M; r++) {
-                    Piece q[2] = {};
+                        for (int c = 0; c < 2 * HALVES; c++)
+                            O[r][x][n][c] *= alpha[r][c / 2];
+        }
+        await_groups<UNITS - 2>();
+        __syncwarp();  // V_j is there, and no lane reads K_j any more
+        ask_for(UNITS % 2 == 1, unit == 0 ? UNITS - 1 : unit - 1);
+        unsigned P[M][4];
 #pragma unroll
-                    for (int half = 0; half < HALVES; half++)
-                        q[half] = Q_ON_CHIP ? Q_tile[q_slot(r, half, x)] : Q[r][half][Q_ON_CHIP ? 0 : x];
+        for (int r = 0; r < M; r++)
 #pragma unroll
-                    for (int y = 0; y < 4; y += 2)
+            for (int n = 0; n < 4; n++)
+                P[r][n] = pair_of(S[r][n / 2][n % 2 * 2], S[r][n / 2][n % 2 * 2 + 1]);
 #pragma unroll
-                        for (int n = 0; n < 2; n++)
-                            multiply(S[r][n], {q[0].x[y], q[1].x[y], q[0].x[y + 1], q[1].x[y + 1]}, {K[n].x[y], K[n].x[y + 1]});
-                }
-            }
-            unit = unit + 1 == UNITS ? 0 : unit + 1;
-
-            // Scores; hidden ones -inf
-            constexpr int AHEAD = (UNITS - 1) / 2;  // units of K that were asked for since
-            bool full = !HAS_MASK && j0 + STEP <= j_high;
-            if constexpr (BAND)
-                full = full && band_tile(call.band_lower, call.band_upper, 0, call.Tq, j0, j0 + STEP, s.offset) == FULL;
-            if constexpr (PAGE)
-                full = full && IN_ONE_BLOCK && (exist >> AHEAD & 1);
-            auto scores = [&](bool sees_all) {
+        for (int x = 0; x < PIECES_V; x++) {
+            Piece V[4];
+#pragma unroll
+            for (int n = 0; n < 4; n++)
+                V[n] = queue[unit * SLOTS * WARP_SIZE + value_slot(2 * t + n % 2 + 8 * (n / 2), 8 * x + g)];
+#pragma unroll
+            for (int n = 0; n < 8; n++) {  // column 64 x + 8 g + n of two keys each in a word
+                const unsigned halves = n % 2 ? 0x7632 : 0x5410;
+                const unsigned b[2] = {__byte_perm(V[0].x[n / 2], V[1].x[n / 2], halves), __byte_perm(V[2].x[n / 2], V[3].x[n / 2], halves)};
 #pragma unroll
                 for (int r = 0; r < M; r++)
-#pragma unroll
-                    for (int n = 0; n < 8; n++) {
-                        float& x = S[r][n / 4][n % 4];
-                        const int half = n % 4 / 2;
-                        if (half >= HALVES)  // no such rows: 0, as the products are
-                            continue;
-                        const int j = j0 + 8 * (n / 4) + 2 * t + n % 2;
-                        float unused;
-                        if (sees_all || (j < j_high && visible(call, rows[r][half].at, rows[r][half].i, j)))
-                            x = score(call, rows[r][half].at, x, rows[r][half].i, j, unused);
-                        else
-                            x = -INFINITE;
-                    }
-            };
-            if (full)
-                scores(true);
-            else
-                scores(false);
-
-            // m_new = max(m, rowmax(S)); P = exp(S - m_new); l = alpha l + rowsum(P)
-            float alpha[M][HALVES];
-            bool same = true;
-#pragma unroll
-            for (int r = 0; r < M; r++)
-#pragma unroll
-                for (int half = 0; half < HALVES; half++) {
-                    float highest = S[r][0][2 * half];
-#pragma unroll
-                    for (int n = 1; n < 4; n++)
-                        highest = larger(highest, S[r][n / 2][2 * half + n % 2]);
-                    highest = larger(m[r][half], maximum_of_lanes<4>(highest));
-                    const float shift = highest == -INFINITE ? 0.0f : highest;
-                    alpha[r][half] = exponential(m[r][half] - shift);
-                    same = same && highest == m[r][half];
-                    m[r][half] = highest;
-                    float total = 0;
-#pragma unroll
-                    for (int n = 0; n < 4; n++) {
-                        float& x = S[r][n / 2][2 * half + n % 2];
-                        x = exponential(x - shift);
-                        total += x;
-                        if constexpr (DROPOUT)
-                            x = kept(call, s.b, rows[r][half].at.h, rows[r][half].i, j0 + 8 * (n / 2) + 2 * t + n % 2) ? x : 0.0f;
-                    }
-                    l[r][half] = l[r][half] * alpha[r][half] + total;
-                }
-
-            // O = alpha O + P V
-            if (!__all_sync(WARP, same)) {
-#pragma unroll
-                for (int r = 0; r < M; r++)
-#pragma unroll
-                    for (int x = 0; x < PIECES_V; x++)
-#pragma unroll
-                        for (int n = 0; n < 8; n++)
-#pragma unroll
-                            for (int c = 0; c < 2 * HALVES; c++)
-                                O[r][x][n][c] *= alpha[r][c / 2];
+                    multiply(O[r][x][n], P[r], b);
             }
-            if (HELP && !help.helps && j0 + 2 * stride < j_high && j0 + 3 * stride >= j_high)
-                told = turns_so_far(call.counters + number);
-            await_groups<UNITS - 2>();
-            __syncwarp();  // V_j is there, and no lane reads K_j any more
-            ask_for(UNITS % 2 == 1, unit == 0 ? UNITS - 1 : unit - 1);
-            unsigned P[M][4];
-#pragma unroll
-            for (int r = 0; r < M; r++)
-#pragma unroll
-                for (int n = 0; n < 4; n++)
-                    P[r][n] = pair_of(S[r][n / 2][n % 2 * 2], S[r][n / 2][n % 2 * 2 + 1]);
-#pragma unroll
-            for (int x = 0; x < PIECES_V; x++) {
-                Piece V[4];
-#pragma unroll
-                for (int n = 0; n < 4; n++)
-                    V[n] = queue[unit * SLOTS * WARP_SIZE + value_slot(2 * t + n % 2 + 8 * (n / 2), 8 * x + g)];
-#pragma unroll
-                for (int n = 0; n < 8; n++) {  // column 64 x + 8 g + n of two keys each in a word
-                    const unsigned halves = n % 2 ? 0x7632 : 0x5410;
-                    const unsigned b[2] = {__byte_perm(V[0].x[n / 2], V[1].x[n / 2], halves), __byte_perm(V[2].x[n / 2], V[3].x[n / 2], halves)};
-#pragma unroll
-                    for (int r = 0; r < M; r++)
-                        multiply(O[r][x][n], P[r], b);
-                }
-            }
-            unit = unit + 1 == UNITS ? 0 : unit + 1;
         }
-        await_groups<0>();
-        if (!help.helps)
-            break;
-        if (helped > 0)
-            hand_over(call, rows, O, m, l, help.hand(turn), call.counters + number, helped);
+        unit = unit + 1 == UNITS ? 0 : unit + 1;
     }
+    await_groups<0>();
 
     // O, m and l of all warps, merged: as many columns at a time as there is room for, of which a warp takes four from every lane
-    unsigned* const counter = call.counters + bh * row_blocks + row_block;
     constexpr int ROWS = M * HALVES, AT_ONCE = WARPS * ROWS * WARP_SIZE * (PIECES_V * 4 * 16 + 8) <= TILE_BYTES ? PIECES_V : 1;
-    struct Theirs { Four O; float m, l; };
-    const auto column_of = [&](int first, int c) { return 64 * (first + c / 4) + 16 * t + MERGED * (c % 4); };
-    const auto theirs = [&](const Row& its, int hand, int column) {
-        Theirs x = {{}, -INFINITE, 0.0f};
-        if (its.exists && its.i < s.q_length && hand < helped) {
-            x.O = read_part(call, its.at, hand, its.i, column, true);
-            x.m = __ldcg(of_part(call, call.m, its.at, hand, its.i)), x.l = __ldcg(of_part(call, call.l, its.at, hand, its.i));
-        }
-        return x;
-    };
-    Theirs early[Help::EACH];  // of what this warp merges first: asked for before it waits for others
-    if (HELP && helped > 0) {
-        if (told < (unsigned)helped && lane == 0)
-            await_turn(counter, helped);
-        __syncwarp();
-        const int n = warp / (4 * AT_ONCE);
-        const Row its = row_at(16 * (n / HALVES) + 8 * (n % HALVES) + g);
-#pragma unroll
-        for (int hand = 0; hand < HELP; hand++)
-            early[hand] = theirs(its, hand, column_of(0, warp % (4 * AT_ONCE)));
-    }
     Four* const sums = (Four*)on_chip + lane;
     float2* const statistics = (float2*)(on_chip + WARPS * ROWS * AT_ONCE * 4 * WARP_SIZE * sizeof(Four)) + lane;
 #pragma unroll
@@ -691,7 +563,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, HELP > 0) fa2_few_rows(con
         __syncthreads();  // O, m and l of all warps are there
 #pragma unroll 1
         for (int some = warp; some < ROWS * 4 * AT_ONCE; some += WARPS) {
-            const int n = some / (4 * AT_ONCE), c = some % (4 * AT_ONCE), column = column_of(first, c);
+            const int n = some / (4 * AT_ONCE), c = some % (4 * AT_ONCE), column = 64 * (first + c / 4) + 16 * t + MERGED * (c % 4);
             const Row its = row_at(16 * (n / HALVES) + 8 * (n % HALVES) + g);
             if (!its.exists)
                 continue;
@@ -699,15 +571,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, HELP > 0) fa2_few_rows(con
 #pragma unroll
             for (int w = 0; w < WARPS; w++)
                 highest = larger(highest, statistics[(w * ROWS + n) * WARP_SIZE].x);
-            if (HELP && (first > 0 || some > warp)) {
-#pragma unroll
-                for (int hand = 0; hand < HELP; hand++)
-                    early[hand] = theirs(its, hand, column);
-            }
-#pragma unroll
-            for (int hand = 0; hand < HELP; hand++)
-                if (hand < helped)
-                    highest = larger(highest, early[hand].m);
             const float shift = highest == -INFINITE ? 0.0f : highest;
             Four merged = {};
 #pragma unroll
@@ -719,16 +582,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, HELP > 0) fa2_few_rows(con
 #pragma unroll
                 for (int x = 0; x < MERGED; x++)
                     merged.x[x] += weight * more.x[x];
-            }
-#pragma unroll
-            for (int hand = 0; hand < HELP; hand++) {
-                if (hand >= helped)
-                    continue;
-                const float weight = exponential(early[hand].m - shift);
-                total += weight * early[hand].l;
-#pragma unroll
-                for (int x = 0; x < MERGED; x++)
-                    merged.x[x] += weight * early[hand].O.x[x];
             }
             const bool first_of_row = column == 0;
             if (parts == 1) {
@@ -747,16 +600,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, HELP > 0) fa2_few_rows(con
         }
     }
 
-    if (HELP && helped > 0 && threadIdx.x == 0)
-        count_and_see(counter, helped);  // zero again: all warps have seen it
-
     // The block that is the last of its keys' to end merges the parts, and leaves the counter at zero
     if (parts == 1)
         return;
     __syncthreads();  // O, m and l of this part are written before they are counted
     bool* const last = (bool*)on_chip;
     if (threadIdx.x == 0)
-        *last = count_and_see(counter, parts - 1) == parts - 1;
+        *last = count_and_see(call.counters + bh * row_blocks + row_block, parts - 1) == parts - 1;
     __syncthreads();
     if (!*last)
         return;

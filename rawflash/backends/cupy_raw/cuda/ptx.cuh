@@ -122,31 +122,6 @@ __device__ __forceinline__ unsigned count_and_see(unsigned* counter, unsigned mo
     return before;
 }
 
-#ifdef BOUNDED
-constexpr unsigned MOST_POLLS = 1u << 20;  // of a barrier or a counter, then the kernel ends with an error: for debugging
-#endif
-
-// Thread blocks that wait for others, of smaller numbers: how many have counted; until so many have. What these wrote before is seen.
-__device__ __forceinline__ unsigned turns_so_far(const unsigned* turns)
-{
-    unsigned now;
-    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(now) : "l"(__cvta_generic_to_global(turns)) : "memory");
-    return now;
-}
-
-__device__ __forceinline__ void await_turn(const unsigned* turns, unsigned count)
-{
-#ifdef BOUNDED
-    unsigned polls = 0;
-#endif
-    while (turns_so_far(turns) < count) {
-#ifdef BOUNDED
-        if (++polls == MOST_POLLS)
-            __trap();
-#endif
-    }
-}
-
 // Wait for the other warps of a group of WARPS neighbouring ones; the first of a block is a multiple of that.
 template <int WARPS> __device__ __forceinline__ void sync_group()
 {

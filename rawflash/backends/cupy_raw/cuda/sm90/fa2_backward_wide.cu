@@ -49,11 +49,12 @@ constexpr int AT_K = 0, AT_V = AT_K + BC * TO_D * 2, AT_Q = AT_V + BC * TO_V * 2
 constexpr int AT_P = AT_DO + STAGES * DO_BYTES, AT_DS = AT_P + HANDED * TILE, AT_LSE = AT_DS + HANDED * TILE;
 constexpr int AT_DELTA = AT_LSE + STAGES * BR * 4, AT_BARRIERS = AT_DELTA + STAGES * BR * 4;
 constexpr int K_THERE = 0, V_THERE = 1, Q_THERE = 2, O_THERE = Q_THERE + STAGES, Q_READ = O_THERE + STAGES, O_READ = Q_READ + STAGES;
-constexpr int P_THERE = O_READ + STAGES, P_READ = P_THERE + HANDED, BARRIERS = P_READ + HANDED;
+constexpr int BARRIERS = O_READ + STAGES;
 static_assert(AT_BARRIERS + BARRIERS * 8 == TILE_BYTES, "tiling.py and this file disagree on what is on chip");
 
-// Named barriers: of all that compute, of the two with Q and dO, of one of these; dS is there, or read, each of two.
-constexpr int ALL_MEET = 1, BOTH_MEET = 2, ONE_MEETS = 3, DS_THERE = 5, DS_READ = DS_THERE + HANDED;
+// Named barriers: of all that compute, of the two with Q and dO, of one of these; P and dS are there, or read, each of two.
+constexpr int ALL_MEET = 1, BOTH_MEET = 2, ONE_MEETS = 3, P_THERE = 5, P_READ = P_THERE + HANDED, DS_THERE = P_READ + HANDED;
+constexpr int DS_READ = DS_THERE + HANDED;
 constexpr int COMPUTING = (GROUPS - 1) * WARPGROUP, BOTH = 2 * WARPGROUP;  // threads
 
 constexpr int P_POWER = TYPE == FLOAT16 ? 15 : 0;  // P on chip is 2^P_POWER times as large
@@ -286,12 +287,12 @@ __device__ __forceinline__ void compute_scores(const Call& call, const Work& wor
 
             // The other warpgroup has the same numbers of P in the same threads
             if (P_WAITS && work.steps - steps >= HANDED)
-                await(barriers + P_READ + part, ((work.steps - steps) / HANDED & 1) ^ 1);
+                meet(P_READ + part, BOTH);
             uint4* const tile = (uint4*)(on_chip + AT_P + part * TILE) + y;
 #pragma unroll
             for (int n = 0; n < BR / SUM; n++)
                 tile[n * WARPGROUP] = make_uint4(P[n][0], P[n][1], P[n][2], P[n][3]);
-            arrive_as_warp(barriers + P_THERE + part, lane);
+            announce(P_THERE + part, BOTH);
 
             // dV += P^T dO
             await(barriers + O_THERE + stage, at.parity);
@@ -347,14 +348,14 @@ __device__ __forceinline__ void compute_slopes(const Call& call, const Work& wor
             if constexpr (OVERLAP)
                 dispose();
 
-            await(barriers + P_THERE + part, (work.steps - steps) / HANDED & 1);
+            meet(P_THERE + part, BOTH);
             uint4 P[BR / SUM];
             const uint4* const from = (const uint4*)(on_chip + AT_P + part * TILE) + y;
 #pragma unroll
             for (int n = 0; n < BR / SUM; n++)
                 P[n] = from[n * WARPGROUP];
             if (P_WAITS && steps > HANDED)
-                arrive_as_warp(barriers + P_READ + part, lane);
+                announce(P_READ + part, BOTH);
             await_products<0>();  // dP
 
             // dS = P (dP - delta)
@@ -479,10 +480,6 @@ extern "C" __global__ void __launch_bounds__(KEYS_THREADS, 1) fa2_backward_keys(
             init_barrier(barriers + O_THERE + n, 1 + WARP_LANES);
             init_barrier(barriers + Q_READ + n, BOTH / WARP_LANES * ARRIVALS);
             init_barrier(barriers + O_READ + n, BOTH / WARP_LANES * ARRIVALS);
-        }
-        for (int n = 0; n < HANDED; n++) {
-            init_barrier(barriers + P_THERE + n, WARPS * ARRIVALS);
-            init_barrier(barriers + P_READ + n, WARPS * ARRIVALS);
         }
         fence_barriers();
     }

@@ -21,6 +21,10 @@ constexpr int SLAB = 64, SLAB_ROW = 128, SLAB_ALIGNMENT = 1024;
 // Byte offset of the 16 bytes number `piece` of a row of a slab.
 __device__ __forceinline__ int in_slab(int row, int piece) { return row * SLAB_ROW + ((piece ^ (row & 7)) << 4); }
 
+#ifdef BOUNDED
+constexpr unsigned MOST_POLLS = 1u << 20;  // of a barrier, then the kernel ends with an error: for debugging
+#endif
+
 #ifndef EMULATED
 
 // ---- barriers in shared memory: of arrivals and of bytes ------------------------------------------------------------------------
@@ -162,7 +166,23 @@ template <int PENDING> __device__ __forceinline__ void await_stores_read()
 }
 template <int PENDING> __device__ __forceinline__ void await_stores() { asm volatile("cp.async.bulk.wait_group %0;" ::"n"(PENDING) : "memory"); }
 
-// Thread blocks that take turns (await_turn): pass on. Of the thread's own stores and additions above, those that have been awaited come before.
+// Thread blocks that take turns at something in device memory: wait until so many have passed on, and pass on. Of the thread's own stores and
+// additions above, those that have been awaited come before.
+__device__ __forceinline__ void await_turn(const unsigned* turns, unsigned count)
+{
+    unsigned now;
+#ifdef BOUNDED
+    unsigned polls = 0;
+#endif
+    do {
+#ifdef BOUNDED
+        if (++polls == MOST_POLLS)
+            __trap();
+#endif
+        asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(now) : "l"(__cvta_generic_to_global(turns)) : "memory");
+    } while (now < count);
+}
+
 __device__ __forceinline__ void pass_turn(unsigned* turns)
 {
     asm volatile("fence.proxy.async.global;\nred.release.gpu.global.add.u32 [%0], 1;" ::"l"(__cvta_generic_to_global(turns)) : "memory");
