@@ -14,10 +14,10 @@ import numpy as np
 
 from rawflash import tiling
 from rawflash.backends import BACKENDS, why_not
-from rawflash.errors import ProblemError
+from rawflash.errors import BackendError, ProblemError
 from rawflash.hardware import Chip, chip_of
 from rawflash.masks import Visibility
-from rawflash.problem import DIRECTIONS, Options, Problem, check, check_forward_only, known
+from rawflash.problem import DIRECTIONS, Options, Problem, check, check_forward_only, forward_mode, known
 from rawflash.tiling import Tiles
 from rawflash.traffic import Traffic, sequences, traffic
 
@@ -33,7 +33,7 @@ class Plan:
     ----------
     problem : Problem
         The call, without its arrays.
-    direction : {"forward", "backward"}
+    direction : {"forward", "backward", "jvp"}
     chip : Chip
         What was planned for.
     tiles : Tiles
@@ -129,8 +129,8 @@ def explain(
     ----------
     q, k, v : array
         As in :func:`rawflash.attention`.
-    direction : {"forward", "backward"}
-        :func:`rawflash.attention` or :func:`rawflash.attention_backward`.
+    direction : {"forward", "backward", "jvp"}
+        :func:`rawflash.attention`, :func:`rawflash.attention_backward` or :func:`rawflash.attention_jvp`.
     wrt : sequence of str, optional
         The gradients that the backward call would be asked for.
     cu_seqlens_q, cu_seqlens_k : int array (B + 1,), optional
@@ -162,15 +162,22 @@ def explain(
     >>> p.kernel, p.tiles.br, p.tiles.bc
     ('numpy_tiled.fa2_forward', 64, 32)
     """
+    _check_direction(direction)
     if direction == "backward":
         check_forward_only(options)
-        if block_table is not None:
-            raise ProblemError("block_table is not accepted with direction='backward'; expected None")
-    _check_direction(direction)
+    if direction == "jvp":
+        options = forward_mode(q, options)  # type: ignore[assignment, arg-type]
+    if direction != "forward" and block_table is not None:
+        raise ProblemError(f"block_table is not accepted with direction={direction!r}; expected None")
+    if direction == "jvp" and (cu_seqlens_q is not None or cu_seqlens_k is not None):
+        raise ProblemError("cu_seqlens_q and cu_seqlens_k are not accepted with direction='jvp'; expected None")
     problem, x = check(
         q, k, v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, decode=block_table is not None,
         block_table=block_table, wrt=wrt, **known(options)
     )  # fmt: skip
+    reason = why_not(problem.backend, problem, direction) if direction == "jvp" else None
+    if reason is not None:
+        raise BackendError(f"backend {problem.backend!r} {reason}")
     visibility = x.visibility
     if "mask" in x.addresses:  # its values are on the device: planned as if every key were visible
         visibility = replace(visibility, mask=None)
@@ -193,7 +200,7 @@ def plan(
     Parameters
     ----------
     problem : Problem
-    direction : {"forward", "backward"}
+    direction : {"forward", "backward", "jvp"}
     chip : Chip, optional
         Any row of the table; None asks the backend's own device.
     device : int, optional
@@ -227,8 +234,8 @@ def plan(
         traffic=moved,
         dense_bytes=pairs * problem.Hq * np.dtype(problem.compute_dtype).itemsize,
         copied=copied,
-        unavailable=why_not(problem.backend, problem),
-        refused=tuple((name, _refusal(name, problem)) for name in BACKENDS if name != problem.backend),
+        unavailable=why_not(problem.backend, problem, direction),
+        refused=tuple((name, _refusal(name, problem, direction)) for name in BACKENDS if name != problem.backend),
     )
 
 
@@ -241,14 +248,14 @@ def size_text(n: float) -> str:
 
 
 def _check_direction(direction: str) -> None:
-    if direction not in DIRECTIONS:
-        raise ProblemError(f"direction is {direction!r}; expected 'forward' or 'backward'")
+    if direction not in (*DIRECTIONS, "jvp"):
+        raise ProblemError(f"direction is {direction!r}; expected 'forward', 'backward' or 'jvp'")
 
 
-def _refusal(name: str, problem: Problem) -> str:
+def _refusal(name: str, problem: Problem, direction: str) -> str:
     """Why a backend other than the problem's does not take the call."""
     chosen, row = BACKENDS[problem.backend], BACKENDS[name]
-    reason = why_not(name, problem)
+    reason = why_not(name, problem, direction)
     if reason is not None:
         return reason
     if row.runs_on != chosen.runs_on:

@@ -512,12 +512,17 @@ def check_jvp(primals: Any, tangents: Any, **options: Any) -> tuple[Problem, Ope
     """:func:`check` for forward mode; the tangents of CPU arrays come in canonical form, by name."""
     q, k, v = three("primals", primals)
     moved = three("tangents", tangents)
-    if "out" in options:
+    problem, x = check(q, k, v, **forward_mode(q, options))
+    return problem, x, _tangents(x, problem.dtype, moved) if x.device is None else {}
+
+
+def forward_mode(q: Any, options: dict[str, Any]) -> dict[str, Any]:
+    """Options of :func:`rawflash.attention_jvp`, checked, its default backend among them."""
+    if options.get("out") is not None:
         raise ProblemError("out is not an option of attention_jvp; expected it in a call of attention")
     if options.get("backend") is None and not arrays.on_gpu(q):
-        options["backend"] = "numpy_tiled"  # which alone has forward mode
-    problem, x = check(q, k, v, **options)
-    return problem, x, _tangents(x, problem.dtype, moved) if x.device is None else {}
+        return options | {"backend": "numpy_tiled"}  # which alone has forward mode
+    return options
 
 
 def _tangents(x: Operands, dtype: str, given: Sequence[Any]) -> dict[str, np.ndarray]:

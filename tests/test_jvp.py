@@ -243,3 +243,32 @@ def test_bad_tangents_of_the_oracle():
         rf.oracle.attention_jvp(primals, tangents[:2])
     with pytest.raises(rf.ProblemError, match="tangents.1. has shape"):
         rf.oracle.attention_jvp(primals, (tangents[0], tangents[1][:, :, :1], tangents[2]))
+
+
+# ---- the plan --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", [dict(causal=True), dict(mask=M.PrefixLM(5)), dict(kv_lengths=[9, 20])])
+def test_explain_says_what_runs(options):
+    rng = np.random.default_rng(0)
+    q, k, v = (rng.standard_normal((2, 2, 20, 8)) for _ in range(3))
+    made = rf.explain(q, k, v, "jvp", sram=16384, **options)
+    assert made.kernel == "numpy_tiled.fa2_jvp" and made.unavailable is None
+    problem, x, tangents = check_jvp((q, k, v), (q, k, v), sram=16384, **options)
+    tiles = plan_tiles(problem, rf.hardware.chip_of("numpy_tiled", None), "jvp")
+    assert made.tiles == tiles and made.traffic == traffic(problem, tiles, "jvp", visibility=x.visibility)
+    assert all("forward mode" in why for _, why in made.refused) and "Q, tangent" in str(made)
+
+
+@pytest.mark.parametrize("options, error, text", [
+    (dict(backend="numba_cpu"), rf.BackendError, "has no forward mode of algorithm 'fa2'; these have one: numpy_tiled"),
+    (dict(algorithm="fa1"), rf.BackendError, "has no forward mode of algorithm 'fa1'"),
+    (dict(out=np.zeros((2, 5, 4))), rf.ProblemError, "out is not an option of attention_jvp"),
+    (dict(cu_seqlens_q=[0, 5], cu_seqlens_k=[0, 5]), rf.ProblemError, "cu_seqlens_q and cu_seqlens_k are not accepted"),
+    (dict(block_table=np.zeros((1, 1), np.int32)), rf.ProblemError, "block_table is not accepted with direction='jvp'"),
+    (dict(window=-2), rf.ProblemError, "window"),
+])  # fmt: skip
+def test_explain_refuses_what_is_refused(options, error, text):
+    x = np.zeros((2, 5, 4))
+    with pytest.raises(error, match=text):
+        rf.explain(x, x, x, "jvp", **options)

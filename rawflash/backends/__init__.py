@@ -98,15 +98,8 @@ def lookup(problem: Problem, direction: str, device: int | None = None) -> tuple
     BackendError
         The backend cannot run the problem, see :func:`why_not`, or cannot load.
     """
-    reason = why_not(problem.backend, problem)
+    reason = why_not(problem.backend, problem, direction)
     row = BACKENDS[problem.backend]
-    if direction == "jvp" and problem.algorithm not in row.forward_mode:
-        having = ", ".join(
-            f"{name} for {other.runs_on} ({', '.join(other.forward_mode)})"
-            for name, other in BACKENDS.items()
-            if other.forward_mode
-        )
-        reason = f"has no forward mode of algorithm {problem.algorithm!r}; these have one: {having}"
     if reason is not None:
         raise BackendError(f"backend {problem.backend!r} {reason}")
     name = f"{problem.algorithm}_{direction}"
@@ -117,7 +110,7 @@ def lookup(problem: Problem, direction: str, device: int | None = None) -> tuple
     return getattr(module, name), chip_of(problem.backend, device)
 
 
-def why_not(name: str, problem: Problem = SMALLEST) -> str | None:
+def why_not(name: str, problem: Problem = SMALLEST, direction: str = "forward") -> str | None:
     """Why a backend cannot run a problem here, or None when it can; loads no kernel.
 
     Parameters
@@ -126,6 +119,7 @@ def why_not(name: str, problem: Problem = SMALLEST) -> str | None:
         A key of :data:`BACKENDS`; the problem's own backend is not looked at.
     problem : Problem
         Its algorithm and head dimensions count.
+    direction : {"forward", "backward", "jvp"}
 
     Returns
     -------
@@ -133,6 +127,10 @@ def why_not(name: str, problem: Problem = SMALLEST) -> str | None:
         What completes the sentence "backend ...".
     """
     row = BACKENDS[name]
+    if direction == "jvp" and problem.algorithm not in row.forward_mode:
+        forward = [f"{n} for {other.runs_on} ({', '.join(other.forward_mode)})"
+                   for n, other in BACKENDS.items() if other.forward_mode]  # fmt: skip
+        return f"has no forward mode of algorithm {problem.algorithm!r}; these have one: {', '.join(forward)}"
     if problem.algorithm not in row.algorithms:
         having = {n: other for n, other in BACKENDS.items() if problem.algorithm in other.algorithms}
         return (
