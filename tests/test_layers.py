@@ -350,6 +350,17 @@ def test_gelu(rng):
     check_gradients(lambda x: (dout * layers.gelu(x)).sum(), {"x": x}, {"x": layers.gelu_backward(dout, x)})
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_gelu_of_numbers_whose_cube_overflows(dtype):
+    most = np.finfo(dtype).max
+    x = np.array([-most, -1e30, 1e30, most, np.nan], dtype)
+    with np.errstate(all="raise"):
+        out, slope = layers.gelu(x), layers.gelu_backward(np.ones_like(x), x)
+    np.testing.assert_array_equal(out, [0, 0, *x[2:]])
+    np.testing.assert_array_equal(slope, [0, 0, 1, 1, np.nan])
+    assert out.dtype == slope.dtype == dtype
+
+
 def test_gelu_in_float16_does_not_overflow_inside():
     x = np.array([-60000.0, -300.0, 300.0, 60000.0], np.float16)
     np.testing.assert_array_equal(layers.gelu(x), [0, 0, 300, 60000])

@@ -22,6 +22,7 @@ PARAMS = ("norm1", "wq", "wk", "wv", "wo", "norm2", "w1", "w2")
 EPS = 1e-6
 _SLOPE = math.sqrt(2 / math.pi)
 _CUBE = 0.044715
+_FLAT = 20.0  # beyond, tanh is 1 to the last bit of float64, and cubes may overflow
 
 
 def rms_norm(x: Any, gain: Any, eps: float = EPS) -> Any:
@@ -144,7 +145,8 @@ def gelu(x: Any) -> Any:
     """
     xp = namespace(x=x)
     wide = _wide(xp, x)
-    out = 0.5 * wide * (1 + xp.tanh(_SLOPE * (wide + _CUBE * (wide * wide * wide))))
+    near = xp.clip(wide, -_FLAT, _FLAT)
+    out = 0.5 * wide * (1 + xp.tanh(_SLOPE * (near + _CUBE * (near * near * near))))
     return out.astype(x.dtype, copy=False)
 
 
@@ -177,9 +179,10 @@ def gelu_backward(dout: Any, x: Any) -> Any:
     xp = namespace(x=x, dout=dout)
     check_shape("dout", dout, x.shape, "the shape of x")
     wide = _wide(xp, x)
-    square = wide * wide
-    t = xp.tanh(_SLOPE * (wide + _CUBE * (square * wide)))
-    slope = 0.5 * (1 + t) + 0.5 * wide * (1 - t * t) * (_SLOPE * (1 + 3 * _CUBE * square))
+    near = xp.clip(wide, -_FLAT, _FLAT)
+    square = near * near
+    t = xp.tanh(_SLOPE * (near + _CUBE * (square * near)))
+    slope = 0.5 * (1 + t) + 0.5 * near * (1 - t * t) * (_SLOPE * (1 + 3 * _CUBE * square))
     return (dout * slope).astype(x.dtype, copy=False)
 
 
