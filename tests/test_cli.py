@@ -16,9 +16,9 @@ import pytest
 import test_gpu_arrays
 
 import rawflash as rf
-from rawflash import arrays, cli, hardware
+from rawflash import arrays, hardware
 from rawflash.accuracy import error_ratio, reference
-from rawflash.cli import main
+from rawflash.cli import common, compiling, demo, info, main, places, run
 from rawflash.problem import DIRECTIONS
 
 SMALL = ["demo", "--tokens", "48", "--heads", "2", "--dim", "8", "--backends", "numpy_tiled"]
@@ -92,7 +92,7 @@ def no_gpu(monkeypatch):
 
 def refused(capsys, arguments, *words):
     """The command ends with 2, one line on stderr that holds ``words``, and no traceback."""
-    assert main(arguments) == cli.BAD_INPUT
+    assert main(arguments) == common.BAD_INPUT
     out, err = capsys.readouterr()
     assert err.startswith("rawflash: ") and "Traceback" not in err and out == ""
     assert err.count("\n") == 1, err
@@ -138,7 +138,7 @@ def test_demo_says_which_backends_are_missing(capsys, monkeypatch, no_gpu):
 
 
 def test_demo_without_a_backend_that_was_asked_for_is_no_success(capsys, no_gpu):
-    assert main([*SMALL[:-1], "numpy_tiled,cupy_raw,numba_cuda"]) == cli.DISAGREES
+    assert main([*SMALL[:-1], "numpy_tiled,cupy_raw,numba_cuda"]) == common.DISAGREES
     out = " ".join(capsys.readouterr().out.split())
     assert "not run: cupy_raw: needs cupy, which is not installed" in out
     assert "not run: numba_cuda: needs " in out
@@ -147,7 +147,7 @@ def test_demo_without_a_backend_that_was_asked_for_is_no_success(capsys, no_gpu)
 
 
 def test_demo_without_any_backend_is_no_success(capsys, no_gpu):
-    assert main([*SMALL[:-1], "cupy_raw"]) == cli.DISAGREES
+    assert main([*SMALL[:-1], "cupy_raw"]) == common.DISAGREES
     out = capsys.readouterr().out
     assert "Read: no kernel was checked" in out and "all agree" not in out and "GFLOP" not in out
     assert "DISAGREES" not in out and "wrong" not in out
@@ -156,7 +156,8 @@ def test_demo_without_any_backend_is_no_success(capsys, no_gpu):
 
 def test_demo_of_heads_that_a_backend_does_not_have(capsys, gpus):
     """No kernel is wrong then: the backend is not run, and says why."""
-    assert main([*SMALL[:-2], "--tokens", "4", "--dim", "257", "--backends", "numpy_tiled,cupy_raw"]) == cli.DISAGREES
+    flags = ["--tokens", "4", "--dim", "257", "--backends", "numpy_tiled,cupy_raw"]
+    assert main([*SMALL[:-2], *flags]) == common.DISAGREES
     out = capsys.readouterr().out
     assert "not run: cupy_raw: has head dimensions up to 256; d is 257" in out and "DISAGREES" not in out
 
@@ -173,7 +174,7 @@ def test_demo_finds_a_wrong_kernel(capsys, monkeypatch, direction):
         target[..., 0, 0] += 1e-3
 
     monkeypatch.setattr(module, name, wrong)
-    assert main(SMALL) == cli.DISAGREES
+    assert main(SMALL) == common.DISAGREES
     out = capsys.readouterr().out
     assert f"DISAGREES: numpy_tiled fa2 {direction}: {'out' if direction == 'forward' else 'dk'} is" in out
     assert "WRONG" in out and out.splitlines()[-1].startswith("Read: each DISAGREES")
@@ -187,7 +188,7 @@ def test_demo_finds_a_nan(capsys, monkeypatch):
         out[...] = np.nan
 
     monkeypatch.setattr(module, "fa1_forward", nan)
-    assert main(SMALL) == cli.DISAGREES
+    assert main(SMALL) == common.DISAGREES
     assert "out is inf times" in capsys.readouterr().out
 
 
@@ -201,7 +202,7 @@ def test_demo_finds_wrong_counts(capsys, monkeypatch):
         return load(self, name, array, **keywords)
 
     monkeypatch.setattr(Memory, "load", twice)
-    assert main(SMALL) == cli.DISAGREES
+    assert main(SMALL) == common.DISAGREES
     assert "counted loads and stores are not the predicted ones" in " ".join(capsys.readouterr().out.split())
 
 
@@ -212,7 +213,7 @@ def test_demo_reports_a_kernel_that_raises(capsys, monkeypatch):
         raise rf.TileError("too large", needed=2, available=1)
 
     monkeypatch.setattr(module, "rowwise_backward", fails)
-    assert main(SMALL) == cli.DISAGREES
+    assert main(SMALL) == common.DISAGREES
     out = capsys.readouterr().out
     assert "FAILED" in out and "numpy_tiled rowwise backward: failed: too large" in out
 
@@ -226,13 +227,13 @@ def test_demo_bad_input(capsys, tmp_path):
     refused(capsys, [*SMALL, "--seed", "-1"], "--seed")
     refused(capsys, [*SMALL, "--heads", str(2**62)], "--heads", "--dim", "2**63 - 1 bytes")
     for flags in (["--tokens", "0"], ["--backends", "torch"], ["--heads", "x"]):
-        assert main(["demo", *flags]) == cli.BAD_INPUT
+        assert main(["demo", *flags]) == common.BAD_INPUT
         assert flags[0] in capsys.readouterr().err
 
 
 def test_no_arguments_are_the_demo(monkeypatch):
     seen = []
-    monkeypatch.setattr(cli, "_demo", lambda options: seen.append(options.text) or 0)
+    monkeypatch.setattr(demo, "command", lambda options: seen.append(options.text) or 0)
     assert main([]) == 0 and seen == [None]
     monkeypatch.setattr(sys, "argv", ["rawflash"])
     assert main() == 0 and len(seen) == 2
@@ -255,7 +256,7 @@ def test_gpu_allocations_are_counted_at_their_peak(gpus):
     def allocate(n):
         MemoryHook.active[0].malloc_postprocess(device_id=0, size=n - 1, mem_size=n, mem_ptr=0, pmem_id=0)
 
-    with cli._Gpu().allocations() as most:
+    with places.Gpu().allocations() as most:
         allocate(512)
         allocate(1024)
         MemoryHook.active[0].free_postprocess(device_id=0, mem_size=1024, mem_ptr=0, pmem_id=0)
@@ -266,7 +267,7 @@ def test_gpu_allocations_are_counted_at_their_peak(gpus):
 
 def test_demo_without_a_compiler_does_not_run_the_backend(capsys, gpus):
     gpus.cupy.cuda.nvrtc.getVersion = lambda: (_ for _ in ()).throw(RuntimeError("no libnvrtc"))
-    assert main([*SMALL[:-1], "numpy_tiled,cupy_raw"]) == cli.DISAGREES
+    assert main([*SMALL[:-1], "numpy_tiled,cupy_raw"]) == common.DISAGREES
     assert "not run: cupy_raw: CUDA kernels need CuPy and NVRTC" in capsys.readouterr().out
 
 
@@ -345,7 +346,7 @@ def test_run_without_memory(capsys, monkeypatch, files):
     def fails(*arguments):
         raise MemoryError("Unable to allocate 7 TiB")
 
-    monkeypatch.setattr(cli.api, "_forward", fails)
+    monkeypatch.setattr(run.api, "_forward", fails)
     refused(capsys, ["run", files[0], "-o", files[1], *TILED], "out of memory: Unable to allocate 7 TiB")
     assert not os.path.exists(files[1])
 
@@ -431,7 +432,7 @@ def test_run_writes_whole_files_or_none(capsys, monkeypatch, files, tmp_path, st
 
     monkeypatch.setattr(np, "savez", half)
     code = main(["run", files[0], "-o", files[1], "--force", *TILED])
-    assert code == (cli.BAD_INPUT if isinstance(stop, OSError) else cli.INTERRUPTED)
+    assert code == (common.BAD_INPUT if isinstance(stop, OSError) else common.INTERRUPTED)
     assert sorted(os.listdir(tmp_path)) == before
     if existing is not None:
         assert (tmp_path / "out.npz").read_bytes() == existing
@@ -513,7 +514,7 @@ def test_run_bad_options(capsys, files, flags, word):
 
 @pytest.mark.parametrize("flags", ["--window 3", "--window a,b", "--layout bdht", "--sram 64K", "--x"])
 def test_run_flags_that_cannot_be_read(capsys, files, flags):
-    assert main(["run", files[0], "-o", files[1], *flags.split()]) == cli.BAD_INPUT
+    assert main(["run", files[0], "-o", files[1], *flags.split()]) == common.BAD_INPUT
     assert "usage:" in capsys.readouterr().err
 
 
@@ -606,8 +607,8 @@ def test_run_any_damage_is_bad_input(tmp_path, rng):
             data[place] ^= 1 << int(rng.integers(8))
             path.write_bytes(data)
             try:
-                cli._read_arrays(path)
-            except cli._InputError as error:
+                run._read_arrays(path)
+            except common.InputError as error:
                 refusals += 1
                 assert str(path) in str(error) and "\n" not in str(error)
             except MemoryError:  # a shape that was made larger; it says how much
@@ -743,9 +744,9 @@ def test_explain_bad_input(capsys):
     refused(capsys, [*shape, "1,1,1,64,64,64", "--arch", "sm_90", *TILED], "numpy_tiled", "sm_90")
     refused(capsys, [*shape, "1,1,1,64,64,64", "--arch", "cpu", "--backend", "cupy_raw"], "cupy_raw", "cpu")
     for arguments in (["1,2,3"], ["a,b,c,d,e,f"], ["1,1,1,1,1,-1"], ["1,1,1,1,1,1", "--arch", "sm_99"]):
-        assert main([*shape, *arguments]) == cli.BAD_INPUT
+        assert main([*shape, *arguments]) == common.BAD_INPUT
         assert "usage:" in capsys.readouterr().err
-    assert main(["explain"]) == cli.BAD_INPUT
+    assert main(["explain"]) == common.BAD_INPUT
 
 
 def test_info(capsys):
@@ -759,21 +760,21 @@ def test_info(capsys):
 
 
 def test_info_compiles_when_asked(capsys, monkeypatch):
-    monkeypatch.setattr(cli, "compile_all", lambda: 7)
+    monkeypatch.setattr(compiling, "compile_all", lambda: 7)
     assert main(["info"]) == 0 and "compiled 7" not in capsys.readouterr().out
     assert main(["info", "--compile"]) == 0
     out = capsys.readouterr().out
     assert out.startswith("numba_cpu    compiled 7 kernels in 0 s\n") and "backends" in out
-    monkeypatch.setattr(cli, "compile_all", lambda: 0)
+    monkeypatch.setattr(compiling, "compile_all", lambda: 0)
     assert main(["info", "--compile"]) == 0 and capsys.readouterr().out.startswith("numba_cpu    all in the cache\n")
-    monkeypatch.setattr(cli, "_loads", lambda name: lambda algorithm: "no numba here")
+    monkeypatch.setattr(info, "why_not_loaded", lambda name: lambda algorithm: "no numba here")
     assert main(["info", "--compile"]) != 0 and "no numba here" in capsys.readouterr().err
 
 
 def test_compiled_kernels_are_loaded_by_later_processes():
     """All of them: what a kernel closes over must be the same in every process, or none ever finds it."""
     code = (
-        "from rawflash.cli import compile_all; made = compile_all(); "
+        "from rawflash.cli.compiling import compile_all; made = compile_all(); "
         "from rawflash.backends.numba_cpu.launch import KERNELS; "
         "print(made, len(KERNELS), [name for name, kernel in KERNELS.items() if not kernel.signatures])"
     )
@@ -810,7 +811,7 @@ def test_info_without_a_compiler(capsys, gpus):
 
 
 def test_info_without_cupy(capsys, monkeypatch, no_gpu):
-    monkeypatch.setattr(cli, "_gpu_names", lambda: ["NVIDIA Thing"])
+    monkeypatch.setattr(info, "gpu_names", lambda: ["NVIDIA Thing"])
     monkeypatch.delenv("RAWFLASH_CACHE_DIR", raising=False)
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.setattr("pathlib.Path.home", lambda: (_ for _ in ()).throw(RuntimeError("no home")))
@@ -854,7 +855,7 @@ def test_help_and_version(capsys):
     for command in ([], ["demo"], ["run"], ["explain"], ["info"]):
         assert main([*command, "--help"]) == 0
         assert "usage: rawflash" in capsys.readouterr().out
-    assert main(["bogus"]) == cli.BAD_INPUT
+    assert main(["bogus"]) == common.BAD_INPUT
 
 
 def test_importing_the_command_line_is_light():
@@ -869,8 +870,8 @@ def test_importing_the_command_line_is_light():
         (["info"], 0),
         (SMALL, 0),
         (["explain", "--shape", "1,1,1,64,64,8"], 0),
-        (["explain", "--shape", "1,8,3,64,64,8"], cli.BAD_INPUT),
-        (["bogus"], cli.BAD_INPUT),
+        (["explain", "--shape", "1,8,3,64,64,8"], common.BAD_INPUT),
+        (["bogus"], common.BAD_INPUT),
         (["--help"], 0),
     ],
 )
@@ -901,8 +902,8 @@ def test_closed_streams_of_a_process(files):
 
 WITH_COMPILERS = """
 import time
-from rawflash.cli import _compiling
-with _compiling(["fa1"], 8) as processes:
+from rawflash.cli.compiling import compiling_ahead
+with compiling_ahead(["fa1"], 8) as processes:
     print(*(process.pid for process in processes), flush=True)
     time.sleep(60)
 """
@@ -947,7 +948,7 @@ def test_a_reader_that_goes_away_and_ctrl_c_end_quietly():
         [*command, "explain", "--shape", "1,1,1,64,64,8"], stdout=write, stderr=subprocess.PIPE
     )
     os.close(write)
-    assert done.returncode == cli.BROKEN_PIPE and done.stderr == b""
+    assert done.returncode == common.BROKEN_PIPE and done.stderr == b""
 
     demo = subprocess.Popen(
         [*command, "demo", "--tokens", "512", "--backends", "numpy_tiled"],
@@ -959,4 +960,4 @@ def test_a_reader_that_goes_away_and_ctrl_c_end_quietly():
     time.sleep(0.2)
     demo.send_signal(signal.SIGINT)
     out, err = demo.communicate(timeout=60)
-    assert demo.returncode == cli.INTERRUPTED and "Traceback" not in out + err
+    assert demo.returncode == common.INTERRUPTED and "Traceback" not in out + err
