@@ -34,6 +34,7 @@ def compiled_functions(algorithm: str) -> list[Any]:
 
 
 def cache_folders(algorithm: str) -> set[str]:
+    """Where the compiled kernels of a numba_cpu algorithm are kept."""
     return {
         str(function.stats.cache_path)
         for function in compiled_functions(algorithm)

@@ -70,6 +70,7 @@ class _Line:
 
 
 def command(options: argparse.Namespace) -> int:
+    """Check and time every kernel of this machine on a text; the exit code."""
     if options.text is None:
         name = "alice.txt"
         source = importlib.resources.files("rawflash").joinpath("data", name).read_bytes()

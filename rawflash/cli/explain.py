@@ -17,6 +17,7 @@ from rawflash.problem import check
 
 
 def command(options: argparse.Namespace) -> int:
+    """Print the plan of a call of a shape; the exit code."""
     batch, heads_q, heads_kv, rows_q, rows_k, d = options.shape
     dv = d if options.dv is None else options.dv
     call = options_given(options)

@@ -29,6 +29,7 @@ _PACKAGES = (
 
 
 def command(options: argparse.Namespace) -> int:
+    """Print versions, devices and backends; the exit code."""
     if options.compile:
         reason = why_not_loaded("numba_cpu")("fa2")
         if reason is not None:
@@ -160,6 +161,7 @@ def gpu_names() -> list[str]:
 
 
 def thread_count(backend: str) -> int:
+    """Threads that a backend computes with."""
     if backend != "numba_cpu":
         return 1
     import numba

@@ -77,6 +77,7 @@ class Gpu(Cpu):
 
 
 def takes_gpu_arrays(backend: str) -> bool:
+    """Is it a backend for arrays of an NVIDIA GPU?"""
     return BACKENDS[backend].runs_on == GPU_ARRAYS
 
 
@@ -109,9 +110,11 @@ def best_seconds(call: Callable[[], Any], place: Cpu) -> float:
 
 
 def milliseconds(seconds: float) -> str:
+    """Seconds as milliseconds, in text."""
     return f"{seconds * 1e3:.1f}" if seconds >= 1e-2 else f"{seconds * 1e3:.3f}"
 
 
 def gpu_name(cupy: Any, device: int) -> str:
+    """The model of a GPU, by its number."""
     name = cupy.cuda.runtime.getDeviceProperties(device)["name"]
     return name.decode(errors="replace") if isinstance(name, bytes) else str(name)

@@ -31,6 +31,7 @@ _LARGE = (*REQUIRED, "dout", "dlse", "mask", "bias", "sinks")
 
 
 def command(options: argparse.Namespace) -> int:
+    """Attention on the arrays of a file, into another; the exit code."""
     target = Path(os.path.realpath(options.output))
     _check_target(target, options.force)
     given = _read_arrays(Path(options.input))
