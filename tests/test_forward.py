@@ -280,20 +280,18 @@ def test_out_is_written_and_given_back(layout, backend, algorithm):
     np.testing.assert_array_equal(out, expected)
 
 
-@pytest.mark.parametrize("dtype, score", [("float32", -90), ("float64", -710)])
 @kernels
-def test_probabilities_below_the_smallest_normal_number_may_vanish(backend, algorithm, dtype, score):
+def test_probabilities_below_the_smallest_normal_float32_may_vanish(backend, algorithm):
     """Forty of them, each times 3: some processors and fast exponentials flush them to 0, others do not."""
-    q, k, v = np.ones((1, 1), dtype), np.full((41, 1), score, dtype), np.full((41, 1), 3.0, dtype)
+    q, k, v = np.ones((1, 1), np.float32), np.full((41, 1), -90, np.float32), np.full((41, 1), 3.0, np.float32)
     k[0] = v[0] = 0
     options = dict(scale=1.0, return_lse=True)
     expected = reference(q, k, v, scale=1.0)
     out, lse = rf.attention(q, k, v, backend=backend, algorithm=algorithm, **options)
-    least = np.finfo(dtype).tiny
-    assert 4 * least < expected.oracle["out"].item() < 32 * least
+    assert 5e-38 < expected.oracle["out"].item() < 2e-37
     assert_close("out", out, expected)
     assert_close("lse", lse, expected)
-    assert expected.allowed["out"].item() < 200 * least
+    assert expected.allowed["out"].item() < 2e-36
 
 
 @pytest.mark.parametrize("T", [8000, 30000])
