@@ -116,7 +116,8 @@ SPLIT_THREADS = 256  # of a block
 FEW = "few rows"  # family of numba_cpu's fa2 forward pass for few queries: one at a time, not one on each lane
 FEW_QUERIES = 8  # of a head; from 12 to 16 on, lanes full of queries are faster
 FEW_KEYS = 16  # rows of K or V that it may copy, to have whole vectors
-FEW_BLOCK = 128  # keys of a block
+FEW_BLOCK = 512  # keys of a block, at most
+FEW_SCORES = 4096  # of all rows: a block has fewer keys, down to a quarter of that, where they would be more
 FEW_PART = 1024  # keys that a part of them has at least
 FEW_PIECES = 128  # parts of all K/V heads together: enough for threads to end together
 FEW_MMA = "few rows, mma"  # family of cupy_raw's fa2 forward pass for few queries in 16 bits (cuda/fa2_few_rows.cu)
@@ -674,7 +675,8 @@ def _few(problem: Problem, chip: Chip, tiles: Tiles) -> Tiles:
             Tile("S", rows, bc, item),
         )
 
-    bc = _down(FEW_BLOCK, chip.granule, problem.Tk)
+    keys = min(max(FEW_SCORES // max(rows, 1), FEW_BLOCK // 4), FEW_BLOCK)
+    bc = _down(keys, chip.granule, problem.Tk)
     while sum(tile.bytes for tile in resident(bc)) > limit:
         bc -= chip.granule
         if bc == 0:

@@ -129,7 +129,7 @@ def test_head_dimensions(d, dtype):
 
 
 @dtypes
-@pytest.mark.parametrize("Tk", [1, 2, 7, 8, 9, 127, 128, 129, 1023, 1024, 1025, 2048, 2049])
+@pytest.mark.parametrize("Tk", [1, 2, 7, 8, 9, 127, 128, 129, 511, 512, 513, 1023, 1024, 1025, 2048, 2049])
 def test_numbers_of_keys(Tk, dtype):
     for Hq, Tq in ((1, 1), (2, 2)):
         check(make(B=1, Hq=Hq, Hkv=1, Tq=Tq, Tk=Tk, d=8, dtype=dtype, causal=True), "plain")
@@ -199,6 +199,20 @@ def test_bits_depend_on_neither_thread_nor_turn(dtype):
                     np.testing.assert_array_equal(a, b)
     finally:
         numba.set_num_threads(before)
+
+
+@dtypes
+@pytest.mark.parametrize("heads", [2, 3, 8, 9, 16])
+def test_bits_of_a_head_do_not_depend_on_those_that_share_its_keys(heads, dtype):
+    """Tiles of one row and of two, and keys one after the other or beside each other, add in the same order."""
+    case = make(B=1, Hq=heads, Hkv=1, Tq=1, Tk=100, d=72, dtype=dtype)
+    with Ran() as ran:
+        together = rf.attention(case.q, case.k, case.v, return_lse=True, **RUN)
+        for h in range(heads):
+            alone = rf.attention(case.q[:, h : h + 1], case.k, case.v, return_lse=True, **RUN)
+            for a, b in zip(alone, together, strict=True):
+                np.testing.assert_array_equal(a, b[:, h : h + 1])
+    assert len(ran) == 1 + heads
 
 
 @dtypes
@@ -274,6 +288,12 @@ def test_parts_of_the_keys():
         assert (tiles.parts - 1) * tiles.part_keys < Tk <= tiles.parts * tiles.part_keys
         assert tiles.part_keys % tiles.bc == 0 and tiles.parts > 1
     assert f"up to {tiles.parts} parts of {tiles.part_keys}" in str(tiles)
+
+
+def test_blocks_of_many_rows_have_fewer_keys():
+    """From all of FEW_BLOCK down to a quarter of it, so that the scores stay close."""
+    blocks = [planned(Hq=8 * group).bc for group in (1, 8, 16, 32, 64)]
+    assert blocks == [FEW_BLOCK, FEW_BLOCK, FEW_BLOCK // 2, FEW_BLOCK // 4, FEW_BLOCK // 4]
 
 
 @pytest.mark.parametrize("sram", [1 << 14, 20_000, 1 << 16])

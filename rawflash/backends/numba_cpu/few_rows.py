@@ -16,6 +16,7 @@ multiple of the lanes. Read per step: K_j, V_j. Written once per part: O and m, 
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 from llvmlite import ir
@@ -35,7 +36,7 @@ from rawflash.backends.numba_cpu.numerics import (
     read,
     write,
 )
-from rawflash.backends.numba_cpu.tile import apply_dropout, finish_scores, padded, rows_of
+from rawflash.backends.numba_cpu.tile import aligned, apply_dropout, finish_scores, padded, rows_of
 from rawflash.backends.numba_cpu.visibility import EMPTY, PARTIAL, band_class, key_range, program_class
 from rawflash.problem import Operands, Problem
 from rawflash.tiling import Tiles
@@ -44,6 +45,7 @@ from rawflash.tiling import Tiles
 ELEMENTS = {"float32": np.float32, "float64": np.float64, "float16": np.int16, "bfloat16": np.uint16}
 _VECTOR_BYTES = SHAPE.vector_bytes
 _LINE = 64  # bytes of a cache line
+_IN_ORDER = 8  # rows up to which memory is what counts, not arithmetic
 _LEAST_SUMS = 8  # vectors that are summed at once: what hides the latency of FMA
 
 _helper = njit(nogil=True, error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True)
@@ -151,43 +153,49 @@ def _key_rows(builder, base, stride, count, left, zeros):
 
 
 @intrinsic(prefer_literal=True)
-def score_tile(typingctx, rows, element, Q, q_row, K, k_row, left, zeros, steps, S, s_row):
+def score_tile(typingctx, rows, one_by_one, element, Q, q_row, K, k_row, left, zeros, steps, S, s_row):
     """S[r, c] = Q[r] . K[c] for `rows` rows and `_sums(lanes) / rows` keys, `steps` vectors long.
 
-    Byte addresses and strides; S and Q are of the compute dtype, K of `element`. Keys from `left` on count as
-    zeros, a row of which lies at `zeros`. Lanes are summed apart, then together.
+    `one_by_one` (1 or 0): keys are read one after the other, in the order of memory, which is how they come fastest
+    from there; else beside each other, a vector of each at a time, which reads Q least often. Byte addresses and
+    strides; S and Q are of the compute dtype, K of `element`. Keys from `left` on count as zeros, a row of which lies
+    at `zeros`. Lanes are summed apart, then together.
     """
     count = rows.literal_value
-    signature = types.void(rows, element, *[types.int64] * 9)
+    signature = types.void(rows, one_by_one, element, *[types.int64] * 9)
 
     def codegen(context, builder, signature, args):
-        _, _, Q, q_row, K, k_row, left, zeros, steps, S, s_row = args
-        vectors = _Vectors(context, builder, signature.args[1].dtype)
+        *_, Q, q_row, K, k_row, left, zeros, steps, S, s_row = args
+        vectors = _Vectors(context, builder, signature.args[2].dtype)
         sums = _sums(vectors.lanes)
         keys = sums // count
+        beside = 1 if one_by_one.literal_value else keys
         Q_rows = _offsets(builder, Q, q_row, count)
         K_rows = _key_rows(builder, K, k_row, keys, left, zeros)
         index = steps.type
-        entry = builder.block
-        step, end = map(builder.append_basic_block, ("step", "end"))
-        builder.branch(step)
-        builder.position_at_end(step)
-        t = builder.phi(index)
-        totals = [builder.phi(vectors.type) for _ in range(sums)]
-        q_at = builder.mul(t, index(_VECTOR_BYTES))
-        k_at = builder.mul(t, index(vectors.lanes * vectors.stored_size))
-        q = [vectors.load(builder.add(row, q_at)) for row in Q_rows]
-        k = [vectors.load_stored(builder.add(row, k_at)) for row in K_rows]
-        updated = [vectors.fma(q[n // keys], k[n % keys], total) for n, total in enumerate(totals)]
-        following = builder.add(t, index(1))
-        builder.cbranch(builder.icmp_signed("<", following, steps), step, end)
-        for phi, first, later in [
-            (t, index(0), following),
-            *((total, vectors.type(None), new) for total, new in zip(totals, updated, strict=True)),
-        ]:
-            phi.add_incoming(first, entry)
-            phi.add_incoming(later, step)
-        builder.position_at_end(end)
+        done: dict[tuple[int, int], Any] = {}  # by row and key
+        for first in range(0, keys, beside):
+            pairs = [(r, key) for r in range(count) for key in range(first, first + beside)]
+            entry = builder.block
+            step, end = map(builder.append_basic_block, ("step", "end"))
+            builder.branch(step)
+            builder.position_at_end(step)
+            t = builder.phi(index)
+            totals = {pair: builder.phi(vectors.type) for pair in pairs}
+            q_at = builder.mul(t, index(_VECTOR_BYTES))
+            k_at = builder.mul(t, index(vectors.lanes * vectors.stored_size))
+            q = [vectors.load(builder.add(row, q_at)) for row in Q_rows]
+            k = [vectors.load_stored(builder.add(row, k_at)) for row in K_rows[first : first + beside]]
+            done |= {(r, key): vectors.fma(q[r], k[key - first], total) for (r, key), total in totals.items()}
+            following = builder.add(t, index(1))
+            builder.cbranch(builder.icmp_signed("<", following, steps), step, end)
+            t.add_incoming(index(0), entry)
+            t.add_incoming(following, step)
+            for pair, total in totals.items():
+                total.add_incoming(vectors.type(None), entry)
+                total.add_incoming(done[pair], step)
+            builder.position_at_end(end)
+        updated = [done[pair] for pair in sorted(done)]
         S_rows = _offsets(builder, S, s_row, count)
         run = min(vectors.lanes, keys)  # sums of one row that lie side by side
         for first in range(0, sums, vectors.lanes):
@@ -202,32 +210,33 @@ def score_tile(typingctx, rows, element, Q, q_row, K, k_row, left, zeros, steps,
 
 
 @intrinsic(prefer_literal=True)
-def value_tile(typingctx, rows, element, P, p_row, V, v_row, left, zeros, steps, O, o_row):
+def value_tile(typingctx, rows, one_by_one, element, P, p_row, V, v_row, left, zeros, steps, O, o_row):
     """O[r] += sum_c P[r, c] V[c] for `rows` rows and `_sums(lanes) / rows` keys; arguments as for `score_tile`."""
     count = rows.literal_value
-    signature = types.void(rows, element, *[types.int64] * 9)
+    signature = types.void(rows, one_by_one, element, *[types.int64] * 9)
 
     def codegen(context, builder, signature, args):
-        _, _, P, p_row, V, v_row, left, zeros, steps, O, o_row = args
-        vectors = _Vectors(context, builder, signature.args[1].dtype)
+        *_, P, p_row, V, v_row, left, zeros, steps, O, o_row = args
+        vectors = _Vectors(context, builder, signature.args[2].dtype)
         keys = _sums(vectors.lanes) // count
+        beside = 1 if one_by_one.literal_value else keys
         index = steps.type
-        p = [
-            [vectors.broadcast(builder.add(row, index(key * vectors.size))) for key in range(keys)]
-            for row in _offsets(builder, P, p_row, count)
-        ]
+        P_rows = _offsets(builder, P, p_row, count)
         V_rows = _key_rows(builder, V, v_row, keys, left, zeros)
         O_rows = _offsets(builder, O, o_row, count)
-        with cgutils.for_range(builder, steps) as loop:
-            o_at = builder.mul(loop.index, index(_VECTOR_BYTES))
-            v_at = builder.mul(loop.index, index(vectors.lanes * vectors.stored_size))
-            v = [vectors.load_stored(builder.add(row, v_at)) for row in V_rows]
-            for r, row in enumerate(O_rows):
-                address = builder.add(row, o_at)
-                total = vectors.load(address)
-                for key in range(keys):
-                    total = vectors.fma(p[r][key], v[key], total)
-                vectors.store(total, address)
+        for first in range(0, keys, beside):
+            some = range(first, first + beside)
+            p = [[vectors.broadcast(builder.add(row, index(key * vectors.size))) for key in some] for row in P_rows]
+            with cgutils.for_range(builder, steps) as loop:
+                o_at = builder.mul(loop.index, index(_VECTOR_BYTES))
+                v_at = builder.mul(loop.index, index(vectors.lanes * vectors.stored_size))
+                v = [vectors.load_stored(builder.add(V_rows[key], v_at)) for key in some]
+                for of_row, row in zip(p, O_rows, strict=True):
+                    address = builder.add(row, o_at)
+                    total = vectors.load(address)
+                    for weight, value in zip(of_row, v, strict=True):
+                        total = vectors.fma(weight, value, total)
+                    vectors.store(total, address)
         return context.get_dummy_value()
 
     return signature, codegen
@@ -309,14 +318,15 @@ def _store_row(target, O, at, dv, factor, element):
 def _scores(Q, ldq, S, ld, R, K, k_row, n_j, d, copies, zeros, element, item):
     """S = Q K^T of R rows with n_j keys; `copies` holds rows of keys that are not whole vectors.
 
-    What a tile needs next is asked for while it computes: its rows lie across the stream of memory, and the
-    processor does not foresee them.
+    The first rows bring the keys of a tile from memory; the others find them in the cache. Where there are more than
+    `_IN_ORDER` rows, all compute on keys beside each other, and what the next tile needs is asked for meanwhile.
     """
     # Addresses do not keep an array alive: `copies` and `zeros` come as arrays.
     few, nothing = address_of(copies, 0), address_of(zeros, 0)
     lanes = _VECTOR_BYTES // S.itemsize
     sums = max(_LEAST_SUMS, lanes)
     steps = ldq // lanes
+    q_row, s_row, half = ldq * S.itemsize, ld * S.itemsize, sums // 2
     for c in range(0, n_j, sums):
         left = min(n_j - c, sums)
         at, row, following = K + c * k_row, k_row, K + (c + sums) * k_row
@@ -326,17 +336,19 @@ def _scores(Q, ldq, S, ld, R, K, k_row, n_j, d, copies, zeros, element, item):
             at = few
         target = address_of(S, c)
         if R == 1:
-            _ask_for(following, k_row, sums, d * item)
-            score_tile(1, element, address_of(Q, 0), 0, at, row, left, nothing, steps, target, 0)
+            score_tile(1, 1, element, address_of(Q, 0), 0, at, row, left, nothing, steps, target, 0)
         else:
-            q_row, s_row, half = ldq * S.itemsize, ld * S.itemsize, sums // 2
             for r in range(0, R, 2):
-                asked = r * sums // R
-                _ask_for(following + asked * k_row, k_row, min(r + 2, R) * sums // R - asked, d * item)
+                if R > _IN_ORDER:
+                    asked = r * sums // R
+                    _ask_for(following + asked * k_row, k_row, min(r + 2, R) * sums // R - asked, d * item)
                 q, s = address_of(Q, r * ldq), target + r * s_row
                 for key in range(0, sums, half):
-                    s_at = s + key * S.itemsize
-                    score_tile(2, element, q, q_row, at + key * row, row, left - key, nothing, steps, s_at, s_row)
+                    k, s_at = at + key * row, s + key * S.itemsize
+                    if r == 0 and R <= _IN_ORDER:
+                        score_tile(2, 1, element, q, q_row, k, row, left - key, nothing, steps, s_at, s_row)
+                    else:
+                        score_tile(2, 0, element, q, q_row, k, row, left - key, nothing, steps, s_at, s_row)
 
 
 @_helper
@@ -346,6 +358,7 @@ def _add_values(P, ld, O, ldo, R, V, v_row, n_j, dv, copies, zeros, element, ite
     lanes = _VECTOR_BYTES // P.itemsize
     sums = max(_LEAST_SUMS, lanes)
     steps = ldo // lanes
+    p_row, o_row, half = ld * P.itemsize, ldo * P.itemsize, sums // 2
     for c in range(0, n_j, sums):
         left = min(n_j - c, sums)
         at, row, following = V + c * v_row, v_row, V + (c + sums) * v_row
@@ -355,17 +368,19 @@ def _add_values(P, ld, O, ldo, R, V, v_row, n_j, dv, copies, zeros, element, ite
             at = few
         source = address_of(P, c)
         if R == 1:
-            _ask_for(following, v_row, sums, dv * item)
-            value_tile(1, element, source, 0, at, row, left, nothing, steps, address_of(O, 0), 0)
+            value_tile(1, 1, element, source, 0, at, row, left, nothing, steps, address_of(O, 0), 0)
         else:
-            p_row, o_row, half = ld * P.itemsize, ldo * P.itemsize, sums // 2
             for r in range(0, R, 2):
-                asked = r * sums // R
-                _ask_for(following + asked * v_row, v_row, min(r + 2, R) * sums // R - asked, dv * item)
+                if R > _IN_ORDER:
+                    asked = r * sums // R
+                    _ask_for(following + asked * v_row, v_row, min(r + 2, R) * sums // R - asked, dv * item)
                 p, o = source + r * p_row, address_of(O, r * ldo)
                 for key in range(0, sums, half):
-                    p_at = p + key * P.itemsize
-                    value_tile(2, element, p_at, p_row, at + key * row, row, left - key, nothing, steps, o, o_row)
+                    p_at, v = p + key * P.itemsize, at + key * row
+                    if r == 0 and R <= _IN_ORDER:
+                        value_tile(2, 1, element, p_at, p_row, v, row, left - key, nothing, steps, o, o_row)
+                    else:
+                        value_tile(2, 0, element, p_at, p_row, v, row, left - key, nothing, steps, o, o_row)
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -503,8 +518,8 @@ def _make_kernel(stamp: str, storage: str, plain: bool):
         sums = max(_LEAST_SUMS, lanes)
         rows = padded(group * size.Tq, 2)
         ld, ldq, ldo = padded(bc, sums), padded(d, lanes), padded(dv, lanes)
-        Q, O = np.zeros(rows * ldq, lse.dtype), np.zeros(rows * ldo, lse.dtype)
-        S, fold = np.zeros(rows * ld, lse.dtype), np.zeros(ld, lse.dtype)
+        Q, O = aligned(rows * ldq, zero), aligned(rows * ldo, zero)
+        S, fold = aligned(rows * ld, zero), aligned(ld, zero)
         copies, zeros = np.zeros(sums * max(ldq, ldo), element), np.zeros(max(ldq, ldo), element)
         m, l = np.zeros(rows, lse.dtype), np.zeros(rows, lse.dtype)
         if not plain:
