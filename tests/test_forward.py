@@ -294,6 +294,21 @@ def test_probabilities_below_the_smallest_normal_float32_may_vanish(backend, alg
     assert expected.allowed["out"].item() < 2e-36
 
 
+@kernels
+@pytest.mark.parametrize("Tq", [1, 20])
+def test_probabilities_below_the_smallest_normal_float64_count(Tq, backend, algorithm):
+    """exp(-715) and exp(-730), times 1e308: forward for v, backward for dout."""
+    options = dict(scale=1.0, backend=backend, algorithm=algorithm)
+    q, k, v, dout = np.ones((Tq, 1)), np.zeros((40, 1)), np.zeros((40, 1)), np.full((Tq, 1), 1e300)
+    k[7], k[9], v[7], v[9] = -715, -730, 1e308, 1e308
+    P = np.exp(k[:, 0]) / np.exp(k[:, 0]).sum()
+    assert 0 < P[9] < P[7] < np.finfo(np.float64).tiny
+    np.testing.assert_allclose(rf.attention(q, k, v, **options), np.full((Tq, 1), P @ v), rtol=1e-9)
+    out, lse = rf.attention(q, k, np.ones_like(v), return_lse=True, **options)
+    _, _, dv = rf.attention_backward(dout, q, k, np.ones_like(v), out, lse, **options)
+    np.testing.assert_allclose(dv[[7, 9], 0], P[[7, 9]] * Tq * 1e300, rtol=1e-6)
+
+
 @pytest.mark.parametrize("T", [8000, 30000])
 def test_errors_do_not_grow_with_the_row(T):
     """Two scores only: sums of equal numbers, whose rounding errors have one sign."""

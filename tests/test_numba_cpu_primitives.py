@@ -307,6 +307,16 @@ def test_exp_at_the_ends(dtype, overflow):
     assert (y >= 0).all() and (np.diff(y) <= 0).all() and y[-1] == 0
 
 
+def test_exp_of_float64_keeps_subnormal_numbers():
+    """Their own rounding beside that of larger ones."""
+    x = -np.linspace(700, 750, 100_001)
+    y = np.empty_like(x)
+    exp_of(x, y)
+    exact = np.exp(x)
+    assert (exact[y == 0] < 2.0**-1074).all() and (0 < exact).sum() > 90_000
+    np.testing.assert_allclose(y, exact, rtol=4e-16, atol=2.0**-1074)
+
+
 @pytest.mark.parametrize("dtype", COMPUTE)
 def test_exp_is_vectorised(dtype):
     y = np.empty(8, dtype)

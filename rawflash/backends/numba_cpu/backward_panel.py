@@ -14,11 +14,11 @@ from numba import types
 from numba.extending import intrinsic
 
 from rawflash.backends.numba_cpu.microkernel import SHAPE, _element_pointer
-from rawflash.backends.numba_cpu.panel import LOG2_E, Vectors, _row_of
+from rawflash.backends.numba_cpu.panel import LOG2_E, LOWEST, Vectors, _row_of
 
 __all__ = ["add_panel", "gradient_panel", "panel_to_rows", "row_sums", "rows_to_panel"]
 
-_LOWEST = {4: -127 / LOG2_E, 8: -1023 / LOG2_E}  # whose exp is 0
+_LOWEST = {size: power / LOG2_E for size, power in LOWEST.items()}  # whose exp is 0
 
 
 @intrinsic

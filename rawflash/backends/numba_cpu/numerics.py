@@ -120,7 +120,11 @@ def _exp_for(real, word, mantissa_bits: int, bias: int, degree: int):
     # makes 2^n.
     magic = real(1.5 * 2.0**mantissa_bits + bias)
     highest = real(magic + real(bias))  # n = bias, the largest finite power
-    lowest = real(-bias * math.log(2))  # n = -bias: the shift makes an exact zero
+    # Near the smallest normal number of float64, 2^n is made 2^spare times as large, and the result smaller again.
+    spare = 64 if real is np.float64 else 0
+    near = real((8 - bias) * math.log(2))
+    magic_near, less = real(magic + spare), real(2.0**-spare)
+    lowest = real(-(bias + spare) * math.log(2))  # n + spare = -bias: the shift makes an exact zero
     log2_e = real(1 / math.log(2))
     ln2_high, ln2_low = map(real, _split_ln2(mantissa_bits - bias.bit_length() - 2))
     one = real(1)
@@ -130,15 +134,19 @@ def _exp_for(real, word, mantissa_bits: int, bias: int, degree: int):
 
     def exp_of_format(x):
         x = lowest if x < lowest else x  # noqa: FURB136 - unlike max, this lets NaN pass
-        t = fused(x, log2_e, magic)
+        base, factor = magic, one
+        if spare and x < near:
+            base, factor = magic_near, less
+        t = fused(x, log2_e, base)
         # Beyond, the polynomial alone carries the overflow to inf.
         t = highest if t > highest else t  # noqa: FURB136 - one instruction, which min is not
-        n = t - magic
+        n = t - base
         r = fused(n, -ln2_low, fused(n, -ln2_high, x))
         p = leading
         for c in others:
             p = fused(p, r, c)
-        return p * from_bits(word(bits(t) << shift))
+        result = p * from_bits(word(bits(t) << shift))
+        return result * factor if spare else result
 
     return exp_of_format
 
@@ -153,7 +161,7 @@ def exp(x):
     """e to the power x, for a float32 or float64 inside njit code; a loop over it vectorises.
 
     Relative error below 1.5e-7 in float32 and 3e-16 in float64. NaN gives NaN, +inf and overflow give inf,
-    -inf gives 0. Results below the smallest normal number may come out as 0. In the last log(2)/2 before
+    -inf gives 0. In float32, results below the smallest normal number may come out as 0. In the last log(2)/2 before
     overflow the error grows to 7e-6 and 1e-12: attention takes exp of x <= 0, where that price buys three
     instructions.
     """

@@ -18,11 +18,16 @@ from numba.extending import intrinsic
 from rawflash.backends.numba_cpu.microkernel import OPTIONS, SHAPE, _element_pointer
 from rawflash.backends.numba_cpu.numerics import _exp_coefficients
 
-__all__ = ["LOG2_E", "Vectors", "exponents", "scale_panel", "softmax_panel"]
+__all__ = ["LOG2_E", "LOWEST", "Vectors", "exponents", "scale_panel", "softmax_panel"]
 
 LOG2_E = 1 / math.log(2)
 _MANTISSA = {4: 23, 8: 52}
 _BIAS = {4: 127, 8: 1023}
+# float64 has to keep the subnormal numbers, which sums of products with large ones reach: 2^n is made 2^64 times as large
+# and the product with it made smaller again. Of float32 they may vanish (rawflash.accuracy).
+_SPARE = {4: 0, 8: 64}
+LOWEST = {size: -float(_BIAS[size] + spare) for size, spare in _SPARE.items()}  # 2 to the power of that is 0
+_LOWEST_4, _LOWEST_8 = LOWEST.values()
 # 2^r for abs(r) <= 1/2 by powers of r. float32: the least largest relative error, 9e-8, of those that are 1 at r = 0
 # (Lawson's weighted least squares); with rounding 2.1e-7. float64: the series of `numerics.exp`.
 _LN2 = math.log(2)
@@ -37,7 +42,7 @@ def exponents(factor, S):
     """What `softmax_panel` must know of exp(factor x), factor > 0, in the dtype of S: log2(e) factor, and the x below
     which it is 0."""
     real = S.dtype.type
-    return real(factor * LOG2_E), real((-127.0 if S.itemsize == 4 else -1023.0) / (factor * LOG2_E))
+    return real(factor * LOG2_E), real((_LOWEST_4 if S.itemsize == 4 else _LOWEST_8) / (factor * LOG2_E))
 
 
 class Vectors:
@@ -93,7 +98,8 @@ class Vectors:
         builder, mantissa, bias = self.builder, _MANTISSA[self.size], _BIAS[self.size]
         x, factor = self.greater(self.spread(lowest), x), self.spread(factor)
         # Adding `magic` leaves n in the last bits of the sum, biased as an exponent is: one shift makes 2^n.
-        magic = self.constant(1.5 * 2.0**mantissa + bias)
+        spare = _SPARE[self.size]
+        magic = self.constant(1.5 * 2.0**mantissa + bias + spare)
         t = self.fma(x, factor, magic)
         r = self.fma(x, factor, builder.fneg(builder.fsub(t, magic)))
         c = [self.constant(x) for x in _POWER_OF_TWO[self.size]]
@@ -102,7 +108,8 @@ class Vectors:
         for pair in reversed(pairs[:-1]):
             p = self.fma(p, r2, pair)
         shift = ir.Constant(self.words, [mantissa] * self.lanes)
-        return builder.fmul(p, builder.bitcast(builder.shl(builder.bitcast(t, self.words), shift), self.kind))
+        result = builder.fmul(p, builder.bitcast(builder.shl(builder.bitcast(t, self.words), shift), self.kind))
+        return builder.fmul(result, self.constant(2.0**-spare)) if spare else result
 
     def rows(self, count, carried, body):
         """A loop over rows: ``body(row, values) -> values`` on vectors that stay in registers; gives the last ones."""
