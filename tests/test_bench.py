@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 
 import rawflash as rf
-from bench import cases, inputs, measures, peers, record, report, run, timing
+from bench import cases, inputs, measures, peers, record, report, run, timing, variants
 from bench.cases import CASES, GROUPS, Case, select
 
 TINY = Case(device="cpu", dtype="float32", B=1, Hq=2, Hkv=1, Tq=24, Tk=24, d=8, dv=8, causal=True,
@@ -527,6 +527,141 @@ def test_rows_of_a_resumed_record():
     assert run.left([case], {"rows": [ours]}, peers=[]) == []
     ended = {"name": TINY.name, "runners": {}, "failed": run.ENDED}
     assert run.left([TINY], {"rows": [ended]}) == [] and run.left([TINY], {"rows": [ended]}, again=True) == [TINY]
+
+
+# ---- variants ------------------------------------------------------------------------------------------------
+
+
+class VariantOnHost(variants.Variant, OnHost):
+    """A variant of what has no kernel's text."""
+
+
+FULL = replace(TINY, device="gpu", causal=False, backends=(), peers=())
+BACK = replace(FULL, direction="backward", causal=True)
+SMALL = {"name": "small tiles", "tables": {"WGMMA_LEAST": "WGMMA_LEAST + 1"}, "cases": ["*ward/float32/d8/*"]}
+ONE_PASS = {"name": "one pass", "environment": {"RAWFLASH_NOTHING": "1"}, "cases": [BACK.name]}
+NO_TEXT = {"name": "no text", "text": [["what no kernel has", ""]], "cases": [FULL.name]}
+
+
+@pytest.fixture
+def spec(on_host, monkeypatch, tmp_path):
+    """Writes the variants that are measured without being named; their cases run here."""
+    about, path = record.about, tmp_path / "spec.json"
+    monkeypatch.setattr(record, "about", lambda gpu: about(False) | {"gpu": "none", "driver": "1"})
+    monkeypatch.setattr(record, "RESULTS", tmp_path / "results")
+    monkeypatch.setattr(variants, "Variant", VariantOnHost)
+    monkeypatch.setattr(variants, "ABLATIONS", path)
+    monkeypatch.setattr(measures, "Setup", lambda device: on_host)
+    for case in (FULL, BACK):
+        monkeypatch.setitem(cases.CASES, case.name, case)
+    return lambda *some: path.write_text(json.dumps(some))
+
+
+def runners_of(made):
+    return {row["name"]: list(row["runners"]) for row in made["rows"]}
+
+
+def test_variants_to_the_end(spec, tmp_path, capsys):
+    spec(SMALL, ONE_PASS)
+    assert variants.main([]) == 0
+    (out,) = (tmp_path / "results").iterdir()
+    made = record.read(out)
+    assert made["schema"] == variants.SCHEMA and made["device"] == "gpu" and made["gpu"] == "none"
+    assert made["spec"] == "spec.json" and made["variants"] == [SMALL, ONE_PASS] and "running" not in made
+    both = [variants.AS_IT_IS, "small tiles"]
+    assert runners_of(made) == {FULL.name: both, BACK.name: [*both, "one pass"]}
+    for row in made["rows"]:
+        assert row["case"]["d"] == 8 and row["seconds"] > 0 and row["date"]
+        for figures in row["runners"].values():
+            assert figures["burst_us"][0] <= figures["burst_us"][1] and figures["burst_rounds"] == variants.ROUNDS
+            assert max(figures["error"].values()) < 1e-5 and figures["burst_tflops"] > 0
+    before = out.read_text()
+    assert variants.main(["--out", str(out)]) == 0 and out.read_text() == before  # nothing is left
+    assert variants.main([]) == 0 and len(list((tmp_path / "results").iterdir())) == 2
+    assert "without figures: 0" in capsys.readouterr().out
+
+
+def test_variants_of_ones_own(spec, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(cases, "TOKENS", 32)
+    monkeypatch.setattr(cases, "WIDTH", 16)
+    own, out = tmp_path / "own.json", tmp_path / "out.json"
+    own.write_text(json.dumps([{"name": "all cases", "tables": {"LN2": "LN2"}}]))
+    assert variants.main([str(own), "--cases", FULL.name]) == run.EXIT_USAGE  # no record among those of the pages
+    assert variants.main([str(own), "--out", str(out)]) == run.EXIT_USAGE  # no case
+    assert variants.main([str(own), "--cases", "nothing", "--out", str(out)]) == run.EXIT_USAGE
+    capsys.readouterr()
+    assert not out.exists()
+    assert variants.main([str(own), "--cases", FULL.name, "--out", str(out)]) == 0
+    assert variants.main([str(own), "--usual", "8", "16", "forward", "float32", "1", "--out", str(out)]) == 0
+    both = [variants.AS_IT_IS, "all cases"]
+    assert runners_of(record.read(out)) == {FULL.name: both, "forward/float32/d8/T16/causal": both}
+
+
+def test_variants_without_figures_are_a_failure(spec, tmp_path, capsys):
+    out = tmp_path / "out.json"
+    spec(SMALL, NO_TEXT)
+    assert variants.main(["--out", str(out), "--seconds", "-1"]) == run.EXIT_MISSING
+    assert "without figures: 5" in capsys.readouterr().out and not out.exists()
+    assert variants.main(["--out", str(out)]) == run.EXIT_MISSING
+    assert f"without figures: 1\n  {FULL.name}: no text" in capsys.readouterr().out
+    figures = {row["name"]: row["runners"] for row in record.read(out)["rows"]}[FULL.name]
+    assert "not in the text of a kernel" in figures["no text"]["failed"] and "burst_us" in figures["small tiles"]
+
+
+def test_variants_go_on(spec, tmp_path, capsys):
+    """Behind what ended the process; with more variants; not with others of the same name, or other code."""
+    out = tmp_path / "out.json"
+    spec(SMALL)
+    assert variants.main(["--cases", BACK.name, "--out", str(out)]) == 0
+    made = record.read(out)
+    case = {"name": FULL.name, "case": vars(FULL), "runners": {}}
+    record.write(out, made | {"rows": [*made["rows"], case], "running": [FULL.name, "small tiles"]})
+    spec(SMALL, ONE_PASS)
+    assert variants.main(["--out", str(out)]) == run.EXIT_MISSING
+    made = record.read(out)
+    figures = {row["name"]: row["runners"] for row in made["rows"]}
+    assert figures[FULL.name]["small tiles"] == {"failed": run.ENDED} and "running" not in made
+    assert "burst_us" in figures[FULL.name][variants.AS_IT_IS] and "burst_us" in figures[BACK.name]["one pass"]
+    assert made["variants"] == [SMALL, ONE_PASS]
+    spec(SMALL | {"tables": {}})
+    assert variants.main(["--out", str(out)]) == run.EXIT_USAGE
+    spec(SMALL, ONE_PASS)
+    for key, value in (("source_sha256", "another"), ("schema", run.SCHEMA)):
+        record.write(out, made | {key: value})
+        assert variants.main(["--out", str(out)]) == run.EXIT_USAGE
+    said = capsys.readouterr().err
+    assert "another variant 'small tiles'" in said and "source_sha256" in said and "no record of this script" in said
+
+
+def test_variants_and_a_lost_gpu(spec, on_host, tmp_path, monkeypatch):
+    """The process ends with 3, and the next one goes on behind the variant that did it."""
+
+    class Ended(BaseException):
+        pass
+
+    def ended(status):
+        raise Ended(status)
+
+    def gone():
+        raise RuntimeError("an illegal memory access was encountered")
+
+    def prepare(self, case, x):
+        if self.name == "small tiles":
+            monkeypatch.setattr(on_host, "synchronize", gone)
+            gone()
+        return OnHost.prepare(self, case, x)
+
+    out = tmp_path / "out.json"
+    spec(SMALL, ONE_PASS)
+    monkeypatch.setattr(variants.os, "_exit", ended)
+    with monkeypatch.context() as broken:
+        broken.setattr(VariantOnHost, "prepare", prepare)
+        with pytest.raises(Ended, match=str(run.EXIT_LOST)):
+            variants.main(["--cases", BACK.name, "--out", str(out)])
+    monkeypatch.setattr(on_host, "synchronize", lambda: None)
+    assert variants.main(["--cases", BACK.name, "--out", str(out)]) == run.EXIT_MISSING
+    ((_, figures),) = ((row["name"], row["runners"]) for row in record.read(out)["rows"])
+    assert "illegal" in figures["small tiles"]["failed"] and "burst_us" in figures["one pass"]
 
 
 # ---- pages ---------------------------------------------------------------------------------------------------
