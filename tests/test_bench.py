@@ -756,6 +756,46 @@ def test_pages_are_what_records_make(root, monkeypatch, capsys):
     assert report.main(["--check"], root) == 1 and "forward-bfloat16.svg" in capsys.readouterr().out
 
 
+def ablated(folder, date="2026-01-02", factor=1.5, **more):
+    """A record of variants: of each case the code as it is, and one of them; another has failed in one."""
+    names = ("forward/bfloat16/d128/T8192", "forward/bfloat16/d64/T1024/causal", "backward/bfloat16/d128/T8192")
+    rows = []
+    for name in names:
+        runners = {variants.AS_IT_IS: {"burst_us": [90, 100, 110]}, "no turns": {"burst_us": [1, 100 * factor, 200]}}
+        rows.append({"name": name, "case": {**vars(CASES[name])}, "runners": runners, "date": date})
+    rows[1]["runners"] = {variants.AS_IT_IS: {"burst_us": [8, 9, 10]}, "one Q": {"failed": "no"}}
+    made = {"schema": variants.SCHEMA, "device": "gpu", "date": date, "commit": "0" * 12, "source_sha256": "0",
+            "cpu": "x", "cpus": 16, "gpu": "NVIDIA H200", "driver": "580", "versions": {"python": "3.12"},
+            "spec": variants.ABLATIONS.name, "variants": [{"name": "one Q"}, {"name": "no turns"}], "peers": {},
+            "rows": rows}  # fmt: skip
+    record.write(folder / f"ablations-{date}.json", json.loads(json.dumps(made | more)))
+
+
+def test_tables_of_variants(root):
+    """Of the newest record of all ablations; a page without one stays as it is."""
+    page, folder = root / "docs" / "kernels" / "sm90.md", root / "bench" / "results"
+    before = page.read_text()
+    assert before.count("<!-- bench:begin ablations-") == 2
+    ablated(folder, date="2026-01-05", spec="own.json")
+    assert report.main(["--check"], root) == 0  # no record of theirs
+    ablated(folder, factor=7.0, source_sha256="1")
+    ablated(folder, date="2026-01-03")
+    assert report.main(["--check"], root) == 1
+    assert report.main([], root) == 0 and report.main(["--check"], root) == 0
+    forward, backward = (
+        page.read_text().split(f"<!-- bench:begin ablations-{direction} -->\n")[1].split("<!-- bench:end -->")[0]
+        for direction in ("forward", "backward")
+    )
+    table = forward.strip().split("\n\n")[0].splitlines()
+    assert table[0] == "|  | d = 64, T = 1024, causal | d = 128, T = 8192 |"
+    assert table[2:] == ["| as it is | 9.00 | 100 |", "| one Q | failed |  |", "| no turns |  | 1.50 |"]
+    assert report.SAID in forward and "NVIDIA H200, 2026-01-03, driver 580, commit 000000000000" in forward
+    assert "`bench/results/ablations-2026-01-03.json`" in forward
+    assert "| no turns | 1.50 |" in backward and "one Q" not in backward
+    page.write_text(page.read_text().replace("| 1.50 |", "| 1.51 |", 1))
+    assert report.main(["--check"], root) == 1
+
+
 def test_newest_row_of_one_device(root):
     folder, name = root / "bench" / "results", "forward/bfloat16/d128/T4096"
     synthetic(folder, date="2026-01-02", names=GROUPS["grid"])
