@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from bench import record, reliability
+from bench import record, reliability, variants
 from bench.cases import GRID, GROUPS
 from bench.peers import PEERS
 from bench.run import SCHEMA, has_figures, says_more
@@ -75,16 +75,18 @@ def load(folder: Path = record.RESULTS) -> dict[str, Results]:
                 if old is None or says_more(row, old) or (other_code and ratio(row)):
                     results.rows[row["name"]] = row
                     results.sources[row["name"]] = name, made
-    found["reliability"] = _reliable(folder)
+    found["reliability"] = _newest(folder, reliability.SCHEMA)
+    found["ablations"] = _newest(folder, variants.SCHEMA, variants.ABLATIONS.name)
     return found
 
 
-def _reliable(folder: Path) -> Results:
-    """The newest row of each job of ``bench.reliability``; all are of the code and the device of the newest record."""
+def _newest(folder: Path, schema: str, spec: str | None = None) -> Results:
+    """The newest row of each job of ``bench.reliability``, or case of ``bench.variants``; all are of the code and the
+    device of the newest record."""
     results = Results()
     records = [(path.name, record.read(path)) for path in sorted(folder.glob("*.json"))]
     some = [(name, made) for name, made in records
-            if made.get("schema") == reliability.SCHEMA and made["device"] == "gpu"]  # fmt: skip
+            if (made.get("schema"), made.get("spec")) == (schema, spec) and made["device"] == "gpu"]  # fmt: skip
     some.sort(key=lambda entry: (entry[1]["date"], entry[0]))
     for name, made in some:
         last = some[-1][1]
@@ -439,6 +441,33 @@ def redone(results: Results) -> Made:
     return table(["problem", *names], lines), rows
 
 
+# ---- variants ------------------------------------------------------------------------------------------------
+
+
+SAID = ("Burst: microseconds of the code as it is, and of each variant its time by that; above 1, what the variant "
+        "does without gains.")  # fmt: skip
+
+
+def ablations(direction: str) -> Maker:
+    """Time of variants by that of the code as it is."""
+
+    def cell(row: Row, name: str) -> str:
+        time, usual = (row["runners"].get(who, {}).get("burst_us") for who in (name, variants.AS_IT_IS))
+        return f"{time[1] / usual[1]:.2f}" if time else "failed" if name in row["runners"] else ""
+
+    def made(results: Results) -> Made:
+        rows = [row for row in results.rows.values() if row["case"]["direction"] == direction]
+        rows = [row for row in rows if "burst_us" in row["runners"].get(variants.AS_IT_IS, {})]
+        rows.sort(key=lambda row: (row["case"]["d"], row["case"]["Tk"], row["case"]["causal"]))
+        heads = [f"d = {c['d']}, T = {c['Tk']}" + ", causal" * c["causal"] for c in (row["case"] for row in rows)]
+        lines = [[variants.AS_IT_IS, *(number(row["runners"][variants.AS_IT_IS]["burst_us"][1]) for row in rows)]]
+        names = dict.fromkeys(one["name"] for _, whole in results.sources.values() for one in whole["variants"])
+        lines += [[name, *cells] for name in names if any(cells := [cell(row, name) for row in rows])]
+        return f"{table(['', *heads], lines)}\n\n{SAID}", rows
+
+    return made
+
+
 TABLES: dict[str, tuple[str, Maker]] = {  # name of a block: whose rows, and what makes it; "": the README's
     "": ("gpu", readme),
     "grid-forward": ("gpu", speeds_of("grid", "forward")),
@@ -465,6 +494,8 @@ TABLES: dict[str, tuple[str, Maker]] = {  # name of a block: whose rows, and wha
     "accuracy": ("reliability", accuracy),
     "gradients": ("reliability", gradients),
     "redo": ("reliability", redone),
+    "ablations-forward": ("ablations", ablations("forward")),
+    "ablations-backward": ("ablations", ablations("backward")),
 }
 
 

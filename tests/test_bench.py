@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 
 import rawflash as rf
-from bench import cases, inputs, measures, peers, record, report, run, timing
+from bench import cases, inputs, measures, peers, record, report, run, timing, variants
 from bench.cases import CASES, GROUPS, Case, select
 
 TINY = Case(device="cpu", dtype="float32", B=1, Hq=2, Hkv=1, Tq=24, Tk=24, d=8, dv=8, causal=True,
@@ -529,6 +529,141 @@ def test_rows_of_a_resumed_record():
     assert run.left([TINY], {"rows": [ended]}) == [] and run.left([TINY], {"rows": [ended]}, again=True) == [TINY]
 
 
+# ---- variants ------------------------------------------------------------------------------------------------
+
+
+class VariantOnHost(variants.Variant, OnHost):
+    """A variant of what has no kernel's text."""
+
+
+FULL = replace(TINY, device="gpu", causal=False, backends=(), peers=())
+BACK = replace(FULL, direction="backward", causal=True)
+SMALL = {"name": "small tiles", "tables": {"WGMMA_LEAST": "WGMMA_LEAST + 1"}, "cases": ["*ward/float32/d8/*"]}
+ONE_PASS = {"name": "one pass", "environment": {"RAWFLASH_NOTHING": "1"}, "cases": [BACK.name]}
+NO_TEXT = {"name": "no text", "text": [["what no kernel has", ""]], "cases": [FULL.name]}
+
+
+@pytest.fixture
+def spec(on_host, monkeypatch, tmp_path):
+    """Writes the variants that are measured without being named; their cases run here."""
+    about, path = record.about, tmp_path / "spec.json"
+    monkeypatch.setattr(record, "about", lambda gpu: about(False) | {"gpu": "none", "driver": "1"})
+    monkeypatch.setattr(record, "RESULTS", tmp_path / "results")
+    monkeypatch.setattr(variants, "Variant", VariantOnHost)
+    monkeypatch.setattr(variants, "ABLATIONS", path)
+    monkeypatch.setattr(measures, "Setup", lambda device: on_host)
+    for case in (FULL, BACK):
+        monkeypatch.setitem(cases.CASES, case.name, case)
+    return lambda *some: path.write_text(json.dumps(some))
+
+
+def runners_of(made):
+    return {row["name"]: list(row["runners"]) for row in made["rows"]}
+
+
+def test_variants_to_the_end(spec, tmp_path, capsys):
+    spec(SMALL, ONE_PASS)
+    assert variants.main([]) == 0
+    (out,) = (tmp_path / "results").iterdir()
+    made = record.read(out)
+    assert made["schema"] == variants.SCHEMA and made["device"] == "gpu" and made["gpu"] == "none"
+    assert made["spec"] == "spec.json" and made["variants"] == [SMALL, ONE_PASS] and "running" not in made
+    both = [variants.AS_IT_IS, "small tiles"]
+    assert runners_of(made) == {FULL.name: both, BACK.name: [*both, "one pass"]}
+    for row in made["rows"]:
+        assert row["case"]["d"] == 8 and row["seconds"] > 0 and row["date"]
+        for figures in row["runners"].values():
+            assert figures["burst_us"][0] <= figures["burst_us"][1] and figures["burst_rounds"] == variants.ROUNDS
+            assert max(figures["error"].values()) < 1e-5 and figures["burst_tflops"] > 0
+    before = out.read_text()
+    assert variants.main(["--out", str(out)]) == 0 and out.read_text() == before  # nothing is left
+    assert variants.main([]) == 0 and len(list((tmp_path / "results").iterdir())) == 2
+    assert "without figures: 0" in capsys.readouterr().out
+
+
+def test_variants_of_ones_own(spec, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(cases, "TOKENS", 32)
+    monkeypatch.setattr(cases, "WIDTH", 16)
+    own, out = tmp_path / "own.json", tmp_path / "out.json"
+    own.write_text(json.dumps([{"name": "all cases", "tables": {"LN2": "LN2"}}]))
+    assert variants.main([str(own), "--cases", FULL.name]) == run.EXIT_USAGE  # no record among those of the pages
+    assert variants.main([str(own), "--out", str(out)]) == run.EXIT_USAGE  # no case
+    assert variants.main([str(own), "--cases", "nothing", "--out", str(out)]) == run.EXIT_USAGE
+    capsys.readouterr()
+    assert not out.exists()
+    assert variants.main([str(own), "--cases", FULL.name, "--out", str(out)]) == 0
+    assert variants.main([str(own), "--usual", "8", "16", "forward", "float32", "1", "--out", str(out)]) == 0
+    both = [variants.AS_IT_IS, "all cases"]
+    assert runners_of(record.read(out)) == {FULL.name: both, "forward/float32/d8/T16/causal": both}
+
+
+def test_variants_without_figures_are_a_failure(spec, tmp_path, capsys):
+    out = tmp_path / "out.json"
+    spec(SMALL, NO_TEXT)
+    assert variants.main(["--out", str(out), "--seconds", "-1"]) == run.EXIT_MISSING
+    assert "without figures: 5" in capsys.readouterr().out and not out.exists()
+    assert variants.main(["--out", str(out)]) == run.EXIT_MISSING
+    assert f"without figures: 1\n  {FULL.name}: no text" in capsys.readouterr().out
+    figures = {row["name"]: row["runners"] for row in record.read(out)["rows"]}[FULL.name]
+    assert "not in the text of a kernel" in figures["no text"]["failed"] and "burst_us" in figures["small tiles"]
+
+
+def test_variants_go_on(spec, tmp_path, capsys):
+    """Behind what ended the process; with more variants; not with others of the same name, or other code."""
+    out = tmp_path / "out.json"
+    spec(SMALL)
+    assert variants.main(["--cases", BACK.name, "--out", str(out)]) == 0
+    made = record.read(out)
+    case = {"name": FULL.name, "case": vars(FULL), "runners": {}}
+    record.write(out, made | {"rows": [*made["rows"], case], "running": [FULL.name, "small tiles"]})
+    spec(SMALL, ONE_PASS)
+    assert variants.main(["--out", str(out)]) == run.EXIT_MISSING
+    made = record.read(out)
+    figures = {row["name"]: row["runners"] for row in made["rows"]}
+    assert figures[FULL.name]["small tiles"] == {"failed": run.ENDED} and "running" not in made
+    assert "burst_us" in figures[FULL.name][variants.AS_IT_IS] and "burst_us" in figures[BACK.name]["one pass"]
+    assert made["variants"] == [SMALL, ONE_PASS]
+    spec(SMALL | {"tables": {}})
+    assert variants.main(["--out", str(out)]) == run.EXIT_USAGE
+    spec(SMALL, ONE_PASS)
+    for key, value in (("source_sha256", "another"), ("schema", run.SCHEMA)):
+        record.write(out, made | {key: value})
+        assert variants.main(["--out", str(out)]) == run.EXIT_USAGE
+    said = capsys.readouterr().err
+    assert "another variant 'small tiles'" in said and "source_sha256" in said and "no record of this script" in said
+
+
+def test_variants_and_a_lost_gpu(spec, on_host, tmp_path, monkeypatch):
+    """The process ends with 3, and the next one goes on behind the variant that did it."""
+
+    class Ended(BaseException):
+        pass
+
+    def ended(status):
+        raise Ended(status)
+
+    def gone():
+        raise RuntimeError("an illegal memory access was encountered")
+
+    def prepare(self, case, x):
+        if self.name == "small tiles":
+            monkeypatch.setattr(on_host, "synchronize", gone)
+            gone()
+        return OnHost.prepare(self, case, x)
+
+    out = tmp_path / "out.json"
+    spec(SMALL, ONE_PASS)
+    monkeypatch.setattr(variants.os, "_exit", ended)
+    with monkeypatch.context() as broken:
+        broken.setattr(VariantOnHost, "prepare", prepare)
+        with pytest.raises(Ended, match=str(run.EXIT_LOST)):
+            variants.main(["--cases", BACK.name, "--out", str(out)])
+    monkeypatch.setattr(on_host, "synchronize", lambda: None)
+    assert variants.main(["--cases", BACK.name, "--out", str(out)]) == run.EXIT_MISSING
+    ((_, figures),) = ((row["name"], row["runners"]) for row in record.read(out)["rows"])
+    assert "illegal" in figures["small tiles"]["failed"] and "burst_us" in figures["one pass"]
+
+
 # ---- pages ---------------------------------------------------------------------------------------------------
 
 
@@ -619,6 +754,46 @@ def test_pages_are_what_records_make(root, monkeypatch, capsys):
     made["rows"][0]["runners"]["cupy_raw"]["burst_tflops"] = 1.0
     record.write(path, made)
     assert report.main(["--check"], root) == 1 and "forward-bfloat16.svg" in capsys.readouterr().out
+
+
+def ablated(folder, date="2026-01-02", factor=1.5, **more):
+    """A record of variants: of each case the code as it is, and one of them; another has failed in one."""
+    names = ("forward/bfloat16/d128/T8192", "forward/bfloat16/d64/T1024/causal", "backward/bfloat16/d128/T8192")
+    rows = []
+    for name in names:
+        runners = {variants.AS_IT_IS: {"burst_us": [90, 100, 110]}, "no turns": {"burst_us": [1, 100 * factor, 200]}}
+        rows.append({"name": name, "case": {**vars(CASES[name])}, "runners": runners, "date": date})
+    rows[1]["runners"] = {variants.AS_IT_IS: {"burst_us": [8, 9, 10]}, "one Q": {"failed": "no"}}
+    made = {"schema": variants.SCHEMA, "device": "gpu", "date": date, "commit": "0" * 12, "source_sha256": "0",
+            "cpu": "x", "cpus": 16, "gpu": "NVIDIA H200", "driver": "580", "versions": {"python": "3.12"},
+            "spec": variants.ABLATIONS.name, "variants": [{"name": "one Q"}, {"name": "no turns"}], "peers": {},
+            "rows": rows}  # fmt: skip
+    record.write(folder / f"ablations-{date}.json", json.loads(json.dumps(made | more)))
+
+
+def test_tables_of_variants(root):
+    """Of the newest record of all ablations; a page without one stays as it is."""
+    page, folder = root / "docs" / "kernels" / "sm90.md", root / "bench" / "results"
+    before = page.read_text()
+    assert before.count("<!-- bench:begin ablations-") == 2
+    ablated(folder, date="2026-01-05", spec="own.json")
+    assert report.main(["--check"], root) == 0  # no record of theirs
+    ablated(folder, factor=7.0, source_sha256="1")
+    ablated(folder, date="2026-01-03")
+    assert report.main(["--check"], root) == 1
+    assert report.main([], root) == 0 and report.main(["--check"], root) == 0
+    forward, backward = (
+        page.read_text().split(f"<!-- bench:begin ablations-{direction} -->\n")[1].split("<!-- bench:end -->")[0]
+        for direction in ("forward", "backward")
+    )
+    table = forward.strip().split("\n\n")[0].splitlines()
+    assert table[0] == "|  | d = 64, T = 1024, causal | d = 128, T = 8192 |"
+    assert table[2:] == ["| as it is | 9.00 | 100 |", "| one Q | failed |  |", "| no turns |  | 1.50 |"]
+    assert report.SAID in forward and "NVIDIA H200, 2026-01-03, driver 580, commit 000000000000" in forward
+    assert "`bench/results/ablations-2026-01-03.json`" in forward
+    assert "| no turns | 1.50 |" in backward and "one Q" not in backward
+    page.write_text(page.read_text().replace("| 1.50 |", "| 1.51 |", 1))
+    assert report.main(["--check"], root) == 1
 
 
 def test_newest_row_of_one_device(root):
