@@ -23,8 +23,8 @@ __all__ = ["LOG2_E", "LOWEST", "Vectors", "exponents", "scale_panel", "softmax_p
 LOG2_E = 1 / math.log(2)
 _MANTISSA = {4: 23, 8: 52}
 _BIAS = {4: 127, 8: 1023}
-# float64 has to keep the subnormal numbers, which sums of products with large ones reach: 2^n is made 2^64 times as large
-# and the product with it made smaller again. Of float32 they may vanish (rawflash.accuracy).
+# float64 has to keep the subnormal numbers, which sums of products with large ones reach: 2^n is made 2^64 times as
+# large and the product with it made smaller again. Of float32 they may vanish (rawflash.accuracy).
 _SPARE = {4: 0, 8: 64}
 LOWEST = {size: -float(_BIAS[size] + spare) for size, spare in _SPARE.items()}  # 2 to the power of that is 0
 _LOWEST_4, _LOWEST_8 = LOWEST.values()
