@@ -145,8 +145,9 @@ def tangent_head(x: SimpleNamespace, f: SimpleNamespace, t: SimpleNamespace) -> 
     d P_ij = P_ij (d S_ij - d lse_i), since P = exp(S - lse), and d lse_i = sum over j of P_ij d S_ij.
     """
     with np.errstate(all="ignore"):  # a hidden pair may overflow
-        tS = x.scale * (t.Q @ x.K.T + x.Q @ t.K.T) * (1.0 - f.tanh**2)
-        tS = np.where(x.visible, tS, 0.0)
+        slope = x.scale * (1.0 - f.tanh**2)
+        tS = (t.Q @ x.K.T + x.Q @ t.K.T) * slope
+        tS = np.where(x.visible & (slope != 0), tS, 0.0)  # at the softcap, a sum of any size changes nothing
         tlse = (f.P * tS).sum(axis=1)
         tP = np.where(x.visible, f.P * (tS - tlse[:, None]), 0.0)
         tO = (tP * f.Z) @ x.V + (f.P * f.Z) @ t.V

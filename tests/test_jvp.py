@@ -108,6 +108,21 @@ def test_the_pullback_is_the_transpose(case):
     assert abs(left - sum(part.sum() for part in parts)) <= 1e-11 * (1 + sizes)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_scores_at_their_softcap_do_not_change(dtype):
+    """Tangents of q and k of any size: what they give overflows, times a slope that is 0."""
+    huge = {"float32": 1e20, "float64": 1e160}[dtype]
+    q, k = np.full((2, 1, 1, 2, 4), huge, dtype)
+    v, tv = np.random.default_rng(0).standard_normal((2, 1, 1, 2, 3)).astype(dtype)
+    options = dict(softcap=5.0, return_lse=True)
+    _, expected = rf.attention_jvp((q, k, v), (None, None, tv), **options)
+    assert (expected[1] == 0).all()
+    for module in rf, rf.oracle:
+        _, changes = module.attention_jvp((q, k, v), (q, k, tv), **options)
+        for got, want in zip(changes, expected, strict=True):
+            np.testing.assert_allclose(got, want, rtol=1e-6)
+
+
 EVERYTHING = dict(
     Hq=4, Hkv=2, Tq=11, Tk=14, d=5, dv=3, dtype="float64", causal=True, window=(9, None), q_lengths=[11, 6],
     kv_lengths=[14, 9], softcap=2.0, alibi_slopes=np.full(4, 0.1), sinks=normal(4), dropout=0.2, seed=3,

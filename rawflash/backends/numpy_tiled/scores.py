@@ -88,8 +88,12 @@ class Scores:
             dS[hidden] = 0
 
     def tangent(self, S: np.ndarray, tape: Tape) -> None:
-        """Turn the tangent of ``Q K^T`` into that of the scores, in place; a hidden score does not change."""
+        """Turn the tangent of ``Q K^T`` into that of the scores, in place.
+
+        A hidden score does not change, nor does one at its softcap, whatever has overflowed.
+        """
         S *= tape.slope
+        np.copyto(S, 0, where=np.equal(tape.slope, 0))
         if tape.seen is not None:
             S[~tape.seen] = 0
 
