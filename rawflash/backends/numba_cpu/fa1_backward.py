@@ -20,6 +20,8 @@ from rawflash.backends.numba_cpu.gradient import (
     load_keys,
     load_queries,
     make_work,
+    set_aside,
+    set_keys_aside,
     store_keys,
     store_panels,
 )
@@ -33,7 +35,7 @@ from rawflash.backends.numba_cpu.launch import (
     sink_gradient,
     view,
 )
-from rawflash.backends.numba_cpu.microkernel import claim, columns_of
+from rawflash.backends.numba_cpu.microkernel import LONGEST_ROW_SUM, LONGEST_STORED_SUM, claim, columns_of
 from rawflash.backends.numba_cpu.tile import aligned, rows_of
 from rawflash.backends.numba_cpu.visibility import EMPTY, PARTIAL, band_class, program_class, query_range
 from rawflash.problem import Operands, Problem
@@ -52,7 +54,9 @@ def _make_kernel(stamp: str, dtype: str):
         m, gamma = np.zeros(br, lse.dtype), np.zeros(br, lse.dtype)
         # Main memory of the query heads of a group: dQ, in panels
         dq_rows = size.Tq + SPARE
-        dQ = aligned(group * dq_rows * w.ldd, one)
+        whole = group * dq_rows * w.ldd
+        # Of many keys, what was summed until some keys ago follows
+        dQ = aligned(whole * (2 if size.Tk > LONGEST_STORED_SUM else 1), one)
         classes = np.zeros(size.program_depth, np.int64)
         while True:
             piece = claim(counter, 0)
@@ -62,10 +66,16 @@ def _make_kernel(stamp: str, dtype: str):
                 b, hkv = head // size.Hkv, head % size.Hkv
                 offset = call.q_offset[b]
                 dQ[:] = 0
+                keys = 0  # that are in dQ
                 for j0 in range(0, call.kv_lengths[b], bc):
                     n_j = min(bc, call.kv_lengths[b] - j0)
+                    if keys + n_j > LONGEST_STORED_SUM:
+                        set_aside(dQ, 0, whole, whole)
+                        keys = 0
+                    keys += n_j
                     # Load K_j, V_j; dK_j = dV_j = 0
                     load_keys(call, w, b, hkv, j0, n_j)
+                    rows = 0  # that are in dK and dV
                     i_low, i_high = query_range(call, b, j0, j0 + n_j)
                     for h in range(hkv * group, (hkv + 1) * group):
                         statistics = ((b if lse.shape[0] > 1 else 0) * size.Hq + h) * lse.shape[2] + call.q_starts[b]
@@ -78,6 +88,10 @@ def _make_kernel(stamp: str, dtype: str):
                                 kind = min(kind, inside)
                             if kind == EMPTY:
                                 continue
+                            if rows + n_i > LONGEST_ROW_SUM:
+                                set_keys_aside(w)
+                                rows = 0
+                            rows += n_i
                             # Load Q_i, dO_i, O_i, m_i; gamma = rowsum(dO * O)
                             load_queries(call, w, dout, b, h, i0, n_i)
                             gamma_rows(
@@ -92,6 +106,8 @@ def _make_kernel(stamp: str, dtype: str):
                             )  # fmt: skip
                     # Store dK_j, dV_j
                     store_keys(call, w, dk, dv, b, hkv, j0, n_j)
+                if len(dQ) > whole:
+                    dQ[:whole] += dQ[whole:]
                 for h in range(hkv * group, (hkv + 1) * group):
                     for i0 in range(0, call.q_lengths[b], br):
                         n_i = min(br, call.q_lengths[b] - i0)

@@ -15,7 +15,7 @@ import numpy as np
 from rawflash.backends.numba_cpu.launch import compiled, describe, for_each_dtype, run, view
 from rawflash.backends.numba_cpu.microkernel import MR, claim, columns_of, gemm, gemm_scores
 from rawflash.backends.numba_cpu.numerics import store_tile
-from rawflash.backends.numba_cpu.panel import exponents, scale_panel, softmax_panel
+from rawflash.backends.numba_cpu.panel import exponents, scale_and_add_panel, scale_panel, softmax_panel
 from rawflash.backends.numba_cpu.tile import (
     NONE,
     UNIT,
@@ -42,15 +42,16 @@ def _make_kernel(stamp: str, dtype: str):
         width = columns_of(lse)
         Q, S = aligned(d * width, one), aligned(padded(bc, MR) * width, one)
         K, V = aligned(padded(bc, MR) * d, one), aligned(padded(bc, MR) * dv + MR, one)
-        alpha, before, inverse = aligned(width, one), aligned(width, one), aligned(width, one)
+        alpha, inverse, P_sum = aligned(width, one), aligned(width, one), aligned(width, one)
         base, lowest = exponents(1.0, S)
         seen = np.zeros((size.program_depth, width), np.uint8)
         classes = np.zeros(size.program_depth, np.int64)
         no_cap = np.zeros(0, lse.dtype)
-        # Main memory of one head: O^T, m and l, panel by panel. Blocks of Br rows are whole panels.
+        # Main memory of one head: O^T, m and l (float64: every step divides by it), panel by panel. Blocks of Br rows are whole panels.
         panels = -(-size.Tq // width)
         o_panel = padded(dv, MR) * width
-        O, m, l = aligned(panels * o_panel, one), aligned(panels * width, one), aligned(panels * width, one)
+        PV = aligned(o_panel, one)
+        O, m, l = aligned(panels * o_panel, one), aligned(panels * width, one), np.zeros(panels * width)
 
         while True:
             head = claim(counter, 0)
@@ -81,18 +82,20 @@ def _make_kernel(stamp: str, dtype: str):
                     load_rows(Q, UNIT, width, call.q, call.q_starts[b], b, h, i, rows, d, one)
                     gemm_scores(K, NONE, d, Q, NONE, S, NONE, n_j, d)
                     finish_scores(call, S, width, kind, band == PARTIAL, b, h, i, rows, j0, n_j, True, seen, no_cap)
-                    # P = exp(S - m), l_new = alpha l + rowsum(P)
-                    before[:] = l[i : i + width]
-                    softmax_panel(S, 0, n_j, m[i:], l[i:], alpha, 0, base, lowest)
+                    # P = exp(S - m)
+                    P_sum[:] = 0
+                    softmax_panel(S, 0, n_j, m[i:], P_sum, alpha, 0, base, lowest)
                     if call.real.keep_scale != 1.0:
                         apply_dropout(call, S, width, b, h, i, rows, j0, n_j, True)
-                    # O = (l alpha O + P V) / l_new
+                    # l_new = alpha l + rowsum(P), O = (alpha l O + P V) / l_new
                     for r in range(width):
-                        inverse[r] = one / l[i + r] if l[i + r] != 0 else 0
-                        alpha[r] *= before[r] * inverse[r]
-                    scale_panel(O, p * o_panel, dv, alpha, 0)
+                        before = float(alpha[r]) * l[i + r]
+                        l[i + r] = before + float(P_sum[r])
+                        over_l = 1.0 / l[i + r] if l[i + r] != 0 else 0.0
+                        inverse[r], alpha[r] = over_l, before * over_l
                     scale_panel(S, 0, n_j, inverse, 0)
-                    gemm(V, NONE, UNIT, dv, S, NONE, O, p * o_panel, dv, n_j, True)
+                    gemm(V, NONE, UNIT, dv, S, NONE, PV, NONE, dv, n_j, False)
+                    scale_and_add_panel(O, p * o_panel, dv, alpha, 0, PV)
             for p in range(-(-call.q_lengths[b] // width)):
                 i = p * width
                 rows = min(width, call.q_lengths[b] - i)

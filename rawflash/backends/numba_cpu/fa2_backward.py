@@ -23,6 +23,8 @@ from rawflash.backends.numba_cpu.gradient import (
     load_keys,
     load_queries,
     make_work,
+    set_aside,
+    set_keys_aside,
     store_keys,
     store_panels,
 )
@@ -39,7 +41,7 @@ from rawflash.backends.numba_cpu.launch import (
     sink_gradient,
     view,
 )
-from rawflash.backends.numba_cpu.microkernel import NR, claim, columns_of
+from rawflash.backends.numba_cpu.microkernel import LONGEST_ROW_SUM, LONGEST_STORED_SUM, NR, claim, columns_of
 from rawflash.backends.numba_cpu.tile import aligned, load_rows, padded, rows_of
 from rawflash.backends.numba_cpu.visibility import EMPTY, PARTIAL, band_class, program_class, query_range
 from rawflash.problem import Operands, Problem
@@ -75,7 +77,7 @@ def _make_passes(stamp: str, dtype: str):
             gamma_rows(call, x, 0, O, width, o, dlses, at, statistics, at, b, h, i0, n_i)
 
     @compiled(f"fa2_backward_reduce_{dtype}")
-    def reduce_kernel(counter, worker, call, shares, dq_rows, dq_sums, dq):
+    def reduce_kernel(counter, worker, call, sums, dq_rows, dq_sums, dq):
         stamp  # noqa: B018
         size = call.size
         columns = columns_of(dq_sums)
@@ -93,8 +95,8 @@ def _make_passes(stamp: str, dtype: str):
                 continue
             for c in range(0, size.d, columns):
                 at = head * dq_rows * width + c * dq_rows + i0 * columns
-                for share in range(1, shares):
-                    other = share * size.B * size.Hq * dq_rows * width + at
+                for n in range(1, sums):
+                    other = n * size.B * size.Hq * dq_rows * width + at
                     add_panel(dq_sums, at, dq_sums, other, n_i)
             address = rows_of(dq, call.q_starts[b], b, h, i0)
             at = head * dq_rows * width + i0 * columns
@@ -125,6 +127,7 @@ def _make_kernel(stamp: str, dtype: str, plain: bool):
                 b, hkv = head // size.Hkv, head % size.Hkv
                 offset = call.q_offset[b]
                 blocks = -(-call.kv_lengths[b] // bc)
+                keys = 0  # that are in dQ
                 for turn in range(-(-blocks // shares)):
                     # Every other turn backwards: a causal block is less work than the one before it.
                     block = turn * shares + (shares - 1 - share if turn % 2 else share)
@@ -132,8 +135,14 @@ def _make_kernel(stamp: str, dtype: str, plain: bool):
                         continue
                     j0 = block * bc
                     n_j = min(bc, call.kv_lengths[b] - j0)
+                    if keys + n_j > LONGEST_STORED_SUM:
+                        keys, n = 0, group * dq_rows * w.ldd
+                        at = (share * size.B * size.Hq + b * size.Hq + hkv * group) * dq_rows * w.ldd
+                        set_aside(dq_sums, at, n, at + shares * size.B * size.Hq * dq_rows * w.ldd)
+                    keys += n_j
                     # Load K_j, V_j; dK_j = dV_j = 0
                     load_keys(call, w, b, hkv, j0, n_j)
+                    rows = 0  # that are in dK and dV
                     i_low, i_high = query_range(call, b, j0, j0 + n_j)
                     for h in range(hkv * group, (hkv + 1) * group):
                         dq_head = (share * size.B * size.Hq + b * size.Hq + h) * dq_rows * w.ldd
@@ -148,18 +157,22 @@ def _make_kernel(stamp: str, dtype: str, plain: bool):
                                     kind = min(kind, inside)
                             if kind == EMPTY:
                                 continue
+                            if rows + n_i > LONGEST_ROW_SUM:
+                                set_keys_aside(w)
+                                rows = 0
+                            rows += n_i
                             # Load Q_i, dO_i
                             load_queries(call, w, dout, b, h, i0, n_i)
                             # dQ_i += dS K
-                            rows, dq_at = statistics + i0, dq_head + i0 * columns_of(lse)
+                            first, dq_at = statistics + i0, dq_head + i0 * columns_of(lse)
                             if plain:
                                 backward_step_plain(
-                                    call, w, kind, band == PARTIAL, b, h, i0, n_i, j0, n_j, lses, deltas, rows,
+                                    call, w, kind, band == PARTIAL, b, h, i0, n_i, j0, n_j, lses, deltas, first,
                                     dq_sums, dq_at, dq_rows, dbias, dbias_strides,
                                 )  # fmt: skip
                             else:
                                 backward_step_general(
-                                    call, w, kind, band == PARTIAL, b, h, i0, n_i, j0, n_j, lses, deltas, rows,
+                                    call, w, kind, band == PARTIAL, b, h, i0, n_i, j0, n_j, lses, deltas, first,
                                     dq_sums, dq_at, dq_rows, dbias, dbias_strides,
                                 )  # fmt: skip
                     # Store dK_j, dV_j
@@ -187,11 +200,14 @@ def fa2_backward(problem: Problem, tiles: Tiles, x: Operands, grads: dict[str, n
     dbias, strides, alone = bias_gradient_target(problem, grads.get("bias"), lse.dtype)
     shares, heads_per_piece = shares_of_a_head(problem, tiles, alone)
     dq_rows = problem.Tq + SPARE
-    dq_sums = np.zeros(shares * heads * dq_rows * microkernel.padded(problem.d, NR[lse.dtype]), lse.dtype)
+    # Where a share has many keys, what was summed until some keys ago is in another sum
+    keys = -(-problem.Tk // (shares * tiles.bc)) * tiles.bc
+    sums = shares * (2 if keys > LONGEST_STORED_SUM else 1)
+    dq_sums = np.zeros(sums * heads * dq_rows * microkernel.padded(problem.d, NR[lse.dtype]), lse.dtype)
     pieces = problem.B * problem.Hkv * shares // heads_per_piece
     run(
         kernel, pieces, call, shares, heads_per_piece, view(x.dout), lse, delta, dq_rows, dq_sums,
         view(grads["k"]), view(grads["v"]), dbias, strides,
     )  # fmt: skip
-    run(reduce_kernel, blocks, call, shares, dq_rows, dq_sums, view(grads["q"]))
+    run(reduce_kernel, blocks, call, sums, dq_rows, dq_sums, view(grads["q"]))
     del keep

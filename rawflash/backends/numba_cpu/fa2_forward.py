@@ -13,7 +13,7 @@ import numpy as np
 
 from rawflash.backends.numba_cpu.few_rows import few_rows
 from rawflash.backends.numba_cpu.launch import compiled, describe, for_each_variant, is_plain, run, view
-from rawflash.backends.numba_cpu.microkernel import MR, claim, columns_of, gemm, gemm_scores
+from rawflash.backends.numba_cpu.microkernel import LONGEST_ROW_SUM, MR, claim, columns_of, gemm, gemm_scores
 from rawflash.backends.numba_cpu.numerics import store_tile
 from rawflash.backends.numba_cpu.panel import exponents, scale_panel, softmax_panel
 from rawflash.backends.numba_cpu.tile import (
@@ -31,9 +31,6 @@ from rawflash.backends.numba_cpu.tile import (
 from rawflash.backends.numba_cpu.visibility import EMPTY, PARTIAL, band_class, key_range, program_class
 from rawflash.problem import Operands, Problem
 from rawflash.tiling import FEW, Tiles
-
-
-LONGEST_ROW_SUM = 4096  # keys that are summed before what they give is added to what others gave
 
 
 def _make_kernel(stamp: str, dtype: str, plain: bool):

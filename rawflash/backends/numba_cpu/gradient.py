@@ -16,7 +16,7 @@ import numpy as np
 from numba import njit
 
 from rawflash.backends.numba_cpu.backward_panel import gradient_panel, panel_to_rows, row_sums, rows_to_panel
-from rawflash.backends.numba_cpu.microkernel import MR, OPTIONS, columns_of, gemm, gemm_scores
+from rawflash.backends.numba_cpu.microkernel import LONGEST_ROW_SUM, MR, OPTIONS, columns_of, gemm, gemm_scores
 from rawflash.backends.numba_cpu.numerics import store_tile
 from rawflash.backends.numba_cpu.tile import aligned, apply_dropout, finish_scores, load_rows, padded, rows_of
 from rawflash.backends.numba_cpu.visibility import FULL, PARTIAL, band_class, key_range, query_range
@@ -45,6 +45,7 @@ class Work(NamedTuple):
     cap: int  # (br, NR): derivative of the softcap; only with one
     dK: int  # (bc, NR) for each NR of d
     dV: int  # (bc, NR) for each NR of dv
+    before: int  # dK and dV of what was summed until some rows ago; only where there are many
     ldd: int
     ldv: int
     ldc: int
@@ -76,11 +77,28 @@ def make_work(call, zero):
     cap = Z + (score if call.real.keep_scale != 1.0 else 0)
     dK = cap + (score if call.real.softcap > 0 else 0)
     dV = dK + keys * ldd
-    x = aligned(dV + keys * ldv, zero)
+    before = dV + keys * ldv
+    long = size.Tq * (size.Hq // size.Hkv) > LONGEST_ROW_SUM
+    x = aligned(before + (before - dK if long else 0), zero)
     seen = np.zeros((size.program_depth, columns), np.uint8)
     return Work(
-        x, seen, Q, dO, Q_panels, dO_panels, K_panels, KT, VT, P, dP, O, dS, Z, cap, dK, dV, ldd, ldv, ldc, rows, keys
-    )
+        x, seen, Q, dO, Q_panels, dO_panels, K_panels, KT, VT, P, dP, O, dS, Z, cap, dK, dV, before,
+        ldd, ldv, ldc, rows, keys,
+    )  # fmt: skip
+
+
+@_helper
+def set_aside(x, at, n, to):
+    """Add n sums to those from ``to`` on, and begin them anew: so errors grow with their parts, not with the whole."""
+    part = x[at : at + n]
+    x[to : to + n] += part
+    part[:] = 0
+
+
+@_helper
+def set_keys_aside(w):
+    """dK and dV of the rows so far."""
+    set_aside(w.x, w.dK, w.before - w.dK, w.before)
 
 
 @_helper
@@ -269,6 +287,8 @@ def store_panels(address, view, x, at, panel_rows, rows, width, factor, y, scrat
 @_helper
 def store_keys(call, w, dk, dv, b, h, j0, n_j):
     """Store dK (times scale) and dV of one block, in the dtype of the call; K and V are overwritten."""
+    if len(w.x) > w.before:
+        w.x[w.dK : w.before] += w.x[w.before :]
     start, scratch = call.k_starts[b], w.K_panels
     address = rows_of(dk, start, b, h, j0)
     store_panels(address, dk, w.x, w.dK, w.keys, n_j, call.size.d, call.real.scale, w.x, scratch)

@@ -70,6 +70,9 @@ NR = {np.dtype(t): SHAPE.columns(t) for t in (np.float32, np.float64)}
 # which cost half the additions to C that short sums of one chain would.
 LONGEST_SUM, LONGEST_SCORE_SUM = 64, 16
 SCORE_CHAINS = 2
+# Rows or keys that are summed before what they give is added to what others gave: on chip, and in main memory, where
+# to add takes longer.
+LONGEST_ROW_SUM, LONGEST_STORED_SUM = 1024, 4096
 SCORE_ROWS = MR // SCORE_CHAINS
 _ROW_BYTES = SHAPE.vectors * SHAPE.vector_bytes  # of one row of a register tile, whatever the element
 

@@ -15,10 +15,10 @@ from numba import njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from rawflash.backends.numba_cpu.microkernel import OPTIONS, SHAPE, _element_pointer
+from rawflash.backends.numba_cpu.microkernel import LONGEST_SUM, OPTIONS, SHAPE, _element_pointer
 from rawflash.backends.numba_cpu.numerics import _exp_coefficients
 
-__all__ = ["LOG2_E", "LOWEST", "Vectors", "exponents", "scale_panel", "softmax_panel"]
+__all__ = ["LOG2_E", "LOWEST", "Vectors", "exponents", "scale_and_add_panel", "scale_panel", "softmax_panel"]
 
 LOG2_E = 1 / math.log(2)
 _MANTISSA = {4: 23, 8: 52}
@@ -187,8 +187,16 @@ def softmax_panel(typingctx, S, at, rows, m, l, alpha, lane, factor, lowest):
             v.store(P, pointers)
             return [builder.fadd(total, p) for total, p in zip(sums, P)]
 
+        def sum_some(part, sums):
+            first = builder.mul(part, v.index(LONGEST_SUM))
+            left = builder.sub(rows, first)
+            count = builder.select(builder.icmp_signed("<", left, v.index(LONGEST_SUM)), left, v.index(LONGEST_SUM))
+            some = v.rows(count, [zero] * SHAPE.vectors, lambda row, x: exponentiate(builder.add(first, row), x))
+            return [builder.fadd(x, y) for x, y in zip(sums, some)]
+
         # What was summed before comes last: errors of a long sum then grow with the length of its parts, not its own.
-        sums = v.rows(rows, [zero] * SHAPE.vectors, exponentiate)
+        parts = builder.sdiv(builder.add(rows, v.index(LONGEST_SUM - 1)), v.index(LONGEST_SUM))
+        sums = v.rows(parts, [zero] * SHAPE.vectors, sum_some)
         v.store([v.fma(x, f, total) for x, f, total in zip(v.load(l_at), multiplier, sums)], l_at)
         changed = [builder.fcmp_unordered("!=", f, v.constant(1.0)) for f in multiplier]
         some = changed[0]
@@ -216,6 +224,28 @@ def scale_panel(typingctx, O, at, rows, factor, lane):
             return []
 
         v.rows(rows, [], scale)
+        return context.get_dummy_value()
+
+    return signature, codegen
+
+
+@intrinsic
+def scale_and_add_panel(typingctx, O, at, rows, factor, lane, more):
+    """O[at + r NR + x] = O[at + r NR + x] factor[lane + x] + more[r NR + x] for r < rows, rounded once."""
+    signature = types.void(O, types.intp, types.intp, factor, types.intp, more)
+
+    def codegen(context, builder, signature, args):
+        O, at, rows, factor, lane, more = args
+        v = Vectors(context, builder, signature.args[0])
+        by = v.load(v.pointers(signature.args[3], factor, lane))
+
+        def scale_and_add(row, values):
+            pointers = v.pointers(signature.args[0], O, _row_of(v, at, row))
+            added = v.load(v.pointers(signature.args[5], more, _row_of(v, v.index(0), row)))
+            v.store([v.fma(x, f, y) for x, f, y in zip(v.load(pointers), by, added)], pointers)
+            return []
+
+        v.rows(rows, [], scale_and_add)
         return context.get_dummy_value()
 
     return signature, codegen

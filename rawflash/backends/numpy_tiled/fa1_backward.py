@@ -24,8 +24,8 @@ def fa1_backward(problem, tiles, x, grads, *, memory=None):
         for j0, j1 in blocks(len(group.K), tiles.bc):
             K = memory.load("K", group.K[j0:j1])
             V = memory.load("V", group.V[j0:j1])
-            dK = memory.alloc("dK", K.shape)
-            dV = memory.alloc("dV", V.shape)
+            dK = memory.sums("dK", K.shape)
+            dV = memory.sums("dV", V.shape)
             for n, head in enumerate(group.heads):
                 for block in head.query_blocks(j0, j1, tiles.br):
                     rows = slice(block.i0, block.i1)

@@ -55,8 +55,8 @@ def _keys_outside(group, Br, Bc, memory, *, with_dQ=True):
     for j0, j1 in blocks(len(group.K), Bc):
         K = memory.load("K", group.K[j0:j1])
         V = memory.load("V", group.V[j0:j1])
-        dK = memory.alloc("dK", K.shape)
-        dV = memory.alloc("dV", V.shape)
+        dK = memory.sums("dK", K.shape)
+        dV = memory.sums("dV", V.shape)
         for n, head in enumerate(group.heads):
             for block in head.query_blocks(j0, j1, Br):
                 rows = slice(block.i0, block.i1)
@@ -106,7 +106,7 @@ def _queries_outside(group, Br, Bc, memory, *, with_dK_dV=True):
             gamma = (dO * O).sum(axis=1) - head.dlse_rows(i0, i1)
             Q = memory.load("Q", head.Q[i0:i1], into="Q or O")
             lse = memory.load("lse", head.lse[i0:i1])
-            dQ = memory.alloc("dQ", Q.shape)
+            dQ = memory.sums("dQ", Q.shape)
             if with_dK_dV:
                 head.add_sink_gradient(gamma, i0, i1)
 

@@ -19,7 +19,7 @@ def fa2_forward(problem, tiles, x, out, lse, *, memory=None):
         for head in group.heads:
             for i0, i1 in head.blocks(tiles.br):
                 Q = memory.load("Q", head.Q[i0:i1])
-                O = memory.alloc("O", (i1 - i0, problem.dv))
+                O = memory.sums("O", (i1 - i0, problem.dv))
                 m, l = start(i1 - i0, head.scores.sink, memory.dtype)
 
                 for block in head.key_blocks(i0, i1, tiles.bc):
@@ -33,7 +33,7 @@ def fa2_forward(problem, tiles, x, out, lse, *, memory=None):
                     m_new = np.maximum(m, S.max(axis=1))
                     rescale = np.exp(m - finite(m_new))
                     P = exp_minus(S, m_new)
-                    l = rescale * l + P.sum(axis=1)
+                    l = rescale * l + P.sum(axis=1, dtype=np.float64)
                     m = m_new
 
                     # O = diag(rescale) O + P V; V over K

@@ -25,7 +25,7 @@ def fa2_jvp(problem, tiles, x, given, out, lse, tangent_out, tangent_lse, *, mem
             t = head.tangents
             for i0, i1 in head.blocks(tiles.br):
                 Q, tQ = memory.load("Q", head.Q[i0:i1]), memory.load("tQ", t.Q[i0:i1])
-                O, tO = memory.alloc("O", (i1 - i0, problem.dv)), memory.alloc("tO", (i1 - i0, problem.dv))
+                O, tO = memory.sums("O", (i1 - i0, problem.dv)), memory.sums("tO", (i1 - i0, problem.dv))
                 m, l = start(i1 - i0, head.scores.sink, memory.dtype)
                 change = np.zeros_like(l)  # rowsum(exp(S - m) * tS)
 
@@ -43,8 +43,8 @@ def fa2_jvp(problem, tiles, x, given, out, lse, tangent_out, tangent_lse, *, mem
                     m_new = np.maximum(m, S.max(axis=1))
                     rescale = np.exp(m - finite(m_new))
                     P = exp_minus(S, m_new)
-                    l = rescale * l + P.sum(axis=1)
-                    change = rescale * change + (P * tS).sum(axis=1)
+                    l = rescale * l + P.sum(axis=1, dtype=np.float64)
+                    change = rescale * change + (P * tS).sum(axis=1, dtype=np.float64)
                     m = m_new
 
                     # O = diag(rescale) O + P V, tO = diag(rescale) tO + P tV + (P * tS) V; V over K

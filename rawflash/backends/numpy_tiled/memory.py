@@ -2,12 +2,13 @@
 
 A kernel computes on tiles only. A tile comes on chip by :meth:`Memory.load` or :meth:`Memory.alloc`
 and goes back by :meth:`Memory.store` or :meth:`Memory.add`; the machine counts the elements that
-cross, by the name of the array, and refuses a tile that does not fit. Three things are not charged
+cross, by the name of the array, and refuses a tile that does not fit. Four things are not charged
 to M, as in the papers' analysis:
 
 * row statistics, one number per row (``m``, ``l``, ``lse``, ``gamma``): they live in registers;
 * an element of a product on its way into the tile that it updates;
-* what is streamed past the scores element by element (bias, mask).
+* what is streamed past the scores element by element (bias, mask);
+* what makes a sum wider than its terms: tiles of sums are float64 and count as other tiles do.
 
 All of them are counted when they cross.
 """
@@ -87,6 +88,10 @@ class Memory:
         self.resident = others | {name: size}
         self.peak = max(self.peak, taken + size)
         return np.zeros(shape, self.dtype)
+
+    def sums(self, name: str, shape: tuple[int, ...]) -> np.ndarray:
+        """A tile of zeros to add to, step after step: of float64, so that errors do not grow with the steps."""
+        return self.alloc(name, shape).astype(np.float64)
 
     def load(self, name: str, array: np.ndarray, *, into: str | None = None) -> np.ndarray:
         """A copy of a block of slow memory on chip.

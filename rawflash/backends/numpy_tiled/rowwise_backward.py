@@ -24,7 +24,7 @@ def rowwise_backward(problem, tiles, x, grads, *, memory=None):
         memory.free()
         if resident:
             K_all, V_all = memory.load("K", group.K), memory.load("V", group.V)
-            dK_all, dV_all = memory.alloc("dK", group.K.shape), memory.alloc("dV", group.V.shape)
+            dK_all, dV_all = memory.sums("dK", group.K.shape), memory.sums("dV", group.V.shape)
         else:
             dK_, dV_ = memory.workspace(group.dK), memory.workspace(group.dV)
 
@@ -37,7 +37,7 @@ def rowwise_backward(problem, tiles, x, grads, *, memory=None):
                 head.add_sink_gradient(gamma, i0, i1)
                 Q = memory.load("Q", head.Q[i0:i1], into="Q or O")
                 lse = memory.load("lse", head.lse[i0:i1])
-                dQ = memory.alloc("dQ", Q.shape)
+                dQ = memory.sums("dQ", Q.shape)
 
                 P = memory.alloc("P or dS", (i1 - i0, len(group.K)))
                 dP = memory.alloc("dP", P.shape)

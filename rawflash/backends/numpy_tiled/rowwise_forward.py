@@ -28,7 +28,7 @@ def rowwise_forward(problem, tiles, x, out, lse, *, memory=None):
             sink = head.scores.sink
             for i0, i1 in head.blocks(tiles.br):
                 Q = memory.load("Q", head.Q[i0:i1])
-                O = memory.alloc("O", (i1 - i0, problem.dv))
+                O = memory.sums("O", (i1 - i0, problem.dv))
                 S = memory.alloc("S", (i1 - i0, len(group.K)))
                 S[...] = -np.inf
                 seen_blocks = list(head.key_blocks(i0, i1, tiles.bc))

@@ -48,7 +48,7 @@ def _head(problem, tiles, head, dK_, dV_, memory):
 
     # dV = P^T dO
     for j0, j1 in key_blocks:
-        dV = memory.alloc("dV", (j1 - j0, problem.dv))
+        dV = memory.sums("dV", (j1 - j0, problem.dv))
         for i0, i1 in head.blocks(tiles.br):
             P = memory.load("P", P_[i0:i1, j0:j1])
             dO = memory.load("dO", head.dO[i0:i1])
@@ -84,7 +84,7 @@ def _head(problem, tiles, head, dK_, dV_, memory):
 
     # dQ = dS K
     for i0, i1 in head.blocks(tiles.br):
-        dQ = memory.alloc("dQ", (i1 - i0, problem.d))
+        dQ = memory.sums("dQ", (i1 - i0, problem.d))
         for j0, j1 in key_blocks:
             dS = memory.load("dS", dS_[i0:i1, j0:j1])
             K = memory.load("K", head.K[j0:j1])
@@ -94,7 +94,7 @@ def _head(problem, tiles, head, dK_, dV_, memory):
 
     # dK = dS^T Q
     for j0, j1 in key_blocks:
-        dK = memory.alloc("dK", (j1 - j0, problem.d))
+        dK = memory.sums("dK", (j1 - j0, problem.d))
         for i0, i1 in head.blocks(tiles.br):
             dS = memory.load("dS", dS_[i0:i1, j0:j1])
             Q = memory.load("Q", head.Q[i0:i1])

@@ -51,7 +51,7 @@ def _head(problem, tiles, head, memory):
 
     # O = P V
     for i0, i1 in head.blocks(tiles.br):
-        O = memory.alloc("O", (i1 - i0, problem.dv))
+        O = memory.sums("O", (i1 - i0, problem.dv))
         for j0, j1 in blocks(T_k, tiles.bc):
             P = memory.load("P", P_[i0:i1, j0:j1])
             V = memory.load("V", head.V[j0:j1])
