@@ -470,7 +470,7 @@ def merge_attention(outs: Sequence[Any], lses: Sequence[Any]) -> tuple[Any, Any]
     source, parts, logs = check_parts(outs, lses)
     xp = np if source.device is None else arrays.require_cupy()
     compute = np.dtype(np.float64 if parts[0].dtype == np.float64 else np.float32)
-    with arrays.on(source), np.errstate(divide="ignore"):
+    with arrays.on(source), np.errstate(all="ignore"):
         m = xp.max(xp.stack(logs), axis=0)  # NaN stays NaN
         m = xp.where(m == -np.inf, 0.0, m).astype(compute)
         weights = [xp.exp(log.astype(compute) - m) for log in logs]

@@ -614,7 +614,8 @@ class Result:
             return x.out
         array = self._arrays[name]
         if name in _ACCUMULATED:
-            array = array.astype(getattr(x, name).dtype).reshape(x.user_shapes[name])
+            with np.errstate(all="ignore"):
+                array = array.astype(getattr(x, name).dtype).reshape(x.user_shapes[name])
         return from_numpy(array, x.kind)
 
 

@@ -405,7 +405,7 @@ def _gathered(blocks: np.ndarray, table: Any, lengths: np.ndarray) -> np.ndarray
     Only the rows that ``lengths`` says are used are read, and only those are written.
     """
     _, heads, page, width = blocks.shape
-    made = np.empty((len(lengths), heads, int(lengths.max(initial=0)), width), blocks.dtype)
+    made = np.empty((len(lengths), heads, int(lengths.max(initial=0)), width), blocks.dtype.newbyteorder("="))
     for rows, entries, length in zip(made, table, lengths.tolist(), strict=True):
         whole = length // page
         inside = rows[:, : whole * page].reshape(heads, whole, page, width)
@@ -439,6 +439,7 @@ class _Canonical:
 
     def __init__(self, source: arrays.Source, layout: str, dims: int, lead: tuple[int, ...]) -> None:
         self.source, self.layout, self.dims, self.lead = source, layout, dims, lead
+        self.unread: dict[str, tuple[np.ndarray, np.ndarray]] = {}  # copies that have no rows yet, and of what
 
     def user_shape(self, heads: int | None, rows: int | None, width: int | None) -> tuple[int | None, ...]:
         """The shape that an argument must have in the user's layout."""
@@ -448,10 +449,31 @@ class _Canonical:
         return (*self.lead, *tail)
 
     def take(self, name: str, array: np.ndarray) -> np.ndarray:
-        """View ``(S, H, T, width)``; one copy if there is none."""
+        """View ``(S, H, T, width)``; one copy if there is none, for :meth:`read` to fill."""
         if not arrays.is_canonical(array):
-            array = self.source.copy(name, array)
+            array = self.copy(name, array)
         return arrays.heads_first(array, self.layout)
+
+    def copy(self, name: str, array: np.ndarray) -> np.ndarray:
+        """A copy: on a GPU of all, on a CPU of the rows that :meth:`read` is told of."""
+        if self.source.device is not None:
+            return self.source.copy(name, array)
+        self.source.copied += (name,)
+        made = np.zeros(array.shape, array.dtype.newbyteorder("="))
+        self.unread[name] = made, array
+        return made
+
+    def read(self, starts: np.ndarray, lengths: np.ndarray, *names: str, packed: bool) -> None:
+        """Fill the copies of these arguments: rows of their sequences, not what pads them, which may be unmapped."""
+        ends = starts + lengths
+        if packed:  # one sequence after the other
+            starts, ends = starts[:1], ends[-1:]
+        for made, array in (self.unread.pop(name) for name in names if name in self.unread):
+            heads_come_first = self.layout == "bhtd" or array.ndim < self.dims  # lse has no layout
+            heads = (slice(None),) if heads_come_first and self.dims > 2 else ()
+            for at, start, end in zip(np.ndindex(*self.lead), starts.tolist(), ends.tolist(), strict=False):
+                rows = (*at, *heads, slice(start, end))
+                made[rows] = array[rows]
 
 
 def _called(name: str, decode: Any) -> str:
@@ -688,7 +710,11 @@ def _check(
     _expect(k_name, k_user.shape, of_keys.user_shape(None, None, q_user.shape[-1]), "to match q")
     _expect(v_name, v_user.shape, of_keys.user_shape(None, None, None),
             "to match q" if block_table is None else f"to match {k_name}")  # fmt: skip
-    q4, k4, v4 = form.take("q", q_user), of_keys.take("k", k_user), of_keys.take("v", v_user)
+    q4 = form.take("q", q_user)
+    if block_table is None or gpu:
+        k4, v4 = of_keys.take("k", k_user), of_keys.take("v", v_user)
+    else:  # copied out of their blocks below
+        k4, v4 = (arrays.heads_first(array, layout) for array in (k_user, v_user))
     (slots, heads_q, rows_q, d), (blocks, heads_kv, rows_k, _), dv = q4.shape, k4.shape, v4.shape[-1]
     if d < 1 or dv < 1:
         raise ProblemError(f"{'q' if d < 1 else v_name} has a head dimension of 0; expected at least 1")
@@ -718,6 +744,8 @@ def _check(
         q_starts = k_starts = np.zeros(batch, np.int64)
         q_lengths = _lengths(source, "q_lengths", option("q_lengths"), batch, rows_q)
         kv_lengths = _lengths(source, "kv_lengths", option("kv_lengths"), batch, rows_k)
+    form.read(q_starts, q_lengths, "q", packed=varlen)
+    of_keys.read(k_starts, kv_lengths, "k", "v", packed=varlen)
     if table is not None:
         _check_blocks(source, table, kv_lengths, blocks, page)
         if not gpu:
@@ -1038,7 +1066,7 @@ def _check_out(
         raise ProblemError(f"out has dtype {array.dtype}; expected {dtype} to match q")
     if not array.flags.writeable:
         raise ProblemError("out is read-only; expected a writable array")
-    if array.size and any(stride == 0 and n > 1 for stride, n in zip(array.strides, array.shape, strict=True)):
+    if not arrays.has_own_memory(array):
         raise ProblemError(f"out has strides {array.strides}; expected each of its elements to have its own memory")
     return arrays.heads_first(array, layout) if arrays.is_canonical(array) else None
 
@@ -1063,8 +1091,10 @@ def _gradients(
             raise ProblemError(f"{name} has dtype {array.dtype}; expected {statistic} for {dtype} arrays")
         _expect(name, array.shape, operands.user_shapes["lse"], "as lse")
         if not (arrays.is_plain(array) and arrays.can_merge(array, array.ndim - 2)):
-            array = form.source.copy(name, array)
+            array = form.copy(name, array)
         setattr(operands, name, array.reshape(operands.q.shape[:3]))
+    lengths = operands.visibility.q_lengths
+    form.read(operands.q_starts, lengths, "dout", "o", "lse", "dlse", packed=operands.packed)
 
 
 def _wrong_device(backend: str, name: str, device: str) -> Exception:

@@ -3,6 +3,9 @@
 Comparisons are of bits unless a test says otherwise: what is not read cannot change even the last one.
 """
 
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 from hypothesis import given, note
@@ -218,6 +221,94 @@ def test_padding_is_never_read(poison, dtype, backend, algorithm):
         assert not dbias[:, n[b] :].any() and not dbias[:, :, m[b] :].any()
 
 
+#: Arrays whose first page is rows of a sequence and whose others are padding that no process may read, as any view.
+UNMAPPED = """
+import ctypes, mmap, sys
+import numpy as np
+import rawflash as rf
+
+PAGE, WIDTH, PAGES = mmap.PAGESIZE, 16, 4
+ROWS = PAGE // (4 * WIDTH)
+protect = ctypes.CDLL(None, use_errno=True).mprotect
+homes = []
+
+def guarded(width):
+    rows = PAGES * PAGE // (4 * width)
+    homes.append(mmap.mmap(-1, PAGES * PAGE))
+    array = np.frombuffer(homes[-1], np.float32).reshape(rows, width)
+    used = PAGE // (4 * width)
+    array[:used] = np.random.default_rng(len(homes)).standard_normal((used, width))
+    address = ctypes.c_void_p(array.ctypes.data + PAGE)
+    assert protect(address, ctypes.c_size_t((PAGES - 1) * PAGE), 0) == 0
+    return array
+
+VIEWS = {
+    "contiguous": lambda x: x,
+    "reversed": lambda x: x[..., ::-1],
+    "byte order": lambda x: x.view(x.dtype.newbyteorder()),
+}
+view = VIEWS[sys.argv[1]]
+
+def compare(found, wanted):
+    for a, b in zip(found, wanted, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+
+q, k, v, dout = (view(guarded(WIDTH)) for _ in range(4))
+if sys.argv[1] == "byte order":  # numbers, not bytes, are what is compared: small ones either way
+    for x in (q, k, v, dout):
+        x[:ROWS] = x.view(x.dtype.newbyteorder())[:ROWS]
+T = len(q)
+for kernel in sys.argv[2:]:
+    print(kernel, flush=True)
+    backend, algorithm = kernel.split(".")
+    how = dict(backend=backend, algorithm=algorithm)
+    short = [np.array(x[:ROWS], np.float32) for x in (q, k, v, dout)]
+    out, lse = rf.attention(*short[:3], return_lse=True, **how)
+    wanted = out, lse, *rf.attention_backward(short[3], *short[:3], out, lse, **how)
+
+    def rows_of(results):
+        return [x.reshape(T, *x.shape[-1:])[:ROWS] if x.size > T else x.reshape(T)[:ROWS] for x in results]
+
+    for lead, layout in (((), "bhtd"), ((1, 1), "bhtd"), ((1,), "bthd"), ((1, 1, 1), "bhtd")):
+        def shaped(x):
+            return x[:, None].reshape(1, T, 1, WIDTH) if layout == "bthd" else x.reshape(*lead, T, WIDTH)
+        given = [shaped(x) for x in (q, k, v, dout)]
+        options = dict(q_lengths=[ROWS], kv_lengths=[ROWS], layout=layout, **how)
+        out, lse = rf.attention(*given[:3], return_lse=True, **options)
+        padded_lse = view(guarded(1))[:T, 0].reshape(lse.shape)
+        padded_lse[..., :ROWS] = lse[..., :ROWS]
+        padded_out = shaped(view(guarded(WIDTH)))
+        rows = (0, slice(ROWS)) if layout == "bthd" else (..., slice(ROWS), slice(None))
+        padded_out[rows] = out[rows]
+        grads = rf.attention_backward(given[3], *given[:3], padded_out, padded_lse, **options)
+        compare(rows_of((out, lse, *grads)), wanted)
+
+    packed = [x[None] for x in (q, k, v, dout)]
+    starts = [0, ROWS // 2, ROWS]
+    rf.attention_varlen(*packed[:3], starts, starts, **how)
+    if algorithm == "fa2":
+        caches = [x.reshape(1, 1, T, WIDTH) for x in (k, v)]
+        one = rf.attention_decode(np.array(q[:1], np.float32)[None, None], *caches, kv_lengths=[ROWS], backend=backend)
+        blocks = [x.reshape(T // 8, 1, 8, WIDTH) for x in (k, v)]
+        table = np.arange(T // 8)[None]
+        paged = rf.attention_decode(np.array(q[:1], np.float32)[None, None], *blocks, kv_lengths=[ROWS],
+                                    block_table=table, backend=backend)
+        compare([one], [paged])
+print("read nothing else")
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="pages are protected by Linux's mprotect")
+@pytest.mark.parametrize("view", ["contiguous", "reversed", "byte order"])
+def test_padding_may_be_unmapped(view):
+    """In a process of its own, as it would end there. Views that no kernel reads are copied, but for padding."""
+    command = [sys.executable, "-c", UNMAPPED, view, *(".".join(kernel) for kernel in KERNELS)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0 and "read nothing else" in done.stdout, (
+        done.returncode, done.stdout[-300:], done.stderr[-2000:],
+    )  # fmt: skip
+
+
 @kernels
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("poison", POISONS)
@@ -428,3 +519,34 @@ def test_calls_do_not_leave_state_behind(backend, algorithm):
     big.q[:] = big.v[:] = np.nan
     all_of(big)
     equal(all_of(small), first)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
+@kernels
+def test_the_callers_error_state_is_not_that_of_kernels(dtype, backend, algorithm):
+    """Probabilities that underflow, a gradient of the bias beyond float16."""
+    case = make(
+        dtype=dtype,
+        Tq=20,
+        Tk=30,
+        causal=True,
+        softcap=50.0,
+        sinks=lambda rng, dtype: np.array([-200.0, 3.0], dtype),
+        bias=lambda rng, dtype: np.zeros((1, 20, 1), dtype),
+        backend=backend,
+        algorithm=algorithm,
+    )
+    case.q[:, :, 3] *= 100
+    if dtype == "float16":
+        case.dout[:] = 60000
+        case.v[...] = np.abs(case.v) * 100
+    expected = all_of(case)
+    with np.errstate(all="raise"):
+        equal(all_of(case), expected)
+
+
+def test_merge_in_any_error_state():
+    outs, lses = np.ones((2, 1, 1), np.float32), np.array([[3e38], [-3e38]], np.float32)
+    with np.errstate(all="raise"):
+        merged, lse = rf.merge_attention(list(outs), list(lses))
+    assert merged == 1 and lse == lses[0]

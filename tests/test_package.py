@@ -90,6 +90,21 @@ def test_a_backend_is_loaded_when_it_is_first_used():
     assert not run_fresh(call + wrong)[1] & set(HEAVY)
 
 
+def test_a_backend_that_cannot_compile_is_an_error_of_the_package(monkeypatch):
+    monkeypatch.setenv("NUMBA_DISABLE_JIT", "1")
+    run_fresh("""
+import numpy as np, rawflash as rf
+x = np.ones((2, 2))
+rf.attention(x, x, x, backend='numpy_tiled')
+try:
+    rf.attention(x, x, x)
+except rf.BackendError as error:
+    assert "'numba_cpu' cannot load: NUMBA_DISABLE_JIT" in str(error), error
+else:
+    raise AssertionError("it ran")
+""")
+
+
 def test_all_names_exist():
     assert len(set(rf.__all__)) == len(rf.__all__)
     for name in rf.__all__:

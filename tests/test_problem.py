@@ -306,6 +306,13 @@ BAD = {
         dict(out=frozen(np.full((B, HQ, TQ, DV), 7.0, np.float32))),
         ["out", "read-only"],
     ),
+    "out whose rows overlap": (
+        "forward",
+        dict(out=np.lib.stride_tricks.as_strided(
+            np.full(B * HQ * TQ * DV, 7.0, np.float32), (B, HQ, TQ, DV), [4 * n for n in (HQ * TQ * DV, TQ * DV, 1, 1)]
+        )),
+        ["out has strides", "its own memory"],
+    ),
     "out a list": ("forward", dict(out=[0.0]), ["out", "list"]),
     # names
     "unknown option": ("forward", dict(casual=True), ["casual", "causal", "did you mean"]),

@@ -2,6 +2,8 @@
 
 import multiprocessing
 import os
+import subprocess
+import sys
 import threading
 import time
 import warnings
@@ -148,6 +150,51 @@ def _in_child(connection, case):
         raise
     finally:
         connection.close()
+
+
+#: A call when Python no longer starts threads: the pool is shut down, or it is too late to make one.
+LATE = """
+import atexit, sys, threading, time
+import numpy as np
+import rawflash as rf
+
+q = np.random.default_rng(0).standard_normal((1, 4, 64, 8)).astype(np.float32)
+expected = rf.attention(q, q, q, backend="numpy_tiled")
+
+def late():
+    if sys.argv[1] == "thread":
+        threading.main_thread().join()
+        time.sleep(0.2)
+    np.testing.assert_allclose(rf.attention(q, q, q, backend="numba_cpu"), expected, atol=1e-5)
+    print("as ever")
+
+if sys.argv[2] == "again":
+    rf.attention(q, q, q, backend="numba_cpu")
+threading.Thread(target=late).start() if sys.argv[1] == "thread" else atexit.register(late)
+"""
+
+
+@pytest.mark.parametrize("first", ["first", "again"])
+@pytest.mark.parametrize("where", ["thread", "atexit"])
+def test_calls_as_python_ends(where, first):
+    environment = os.environ | {"NUMBA_NUM_THREADS": "2"}
+    done = subprocess.run(
+        [sys.executable, "-c", LATE, where, first], capture_output=True, text=True, timeout=120, env=environment
+    )
+    assert done.stdout == "as ever\n", done.stderr
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
+def test_a_child_forked_while_another_thread_starts_the_pool():
+    """That thread's lock is not the child's, which has nobody to give it back."""
+    case = cases("numba_cpu", "fa2")[0]
+    with launch._pool_lock, warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        child = multiprocessing.get_context("fork").Process(target=all_of, args=(case,))
+        child.start()
+    child.join(60)
+    assert child.exitcode == 0
+    child.kill()
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")

@@ -47,7 +47,8 @@ def _make_kernel(stamp: str, dtype: str):
         seen = np.zeros((size.program_depth, width), np.uint8)
         classes = np.zeros(size.program_depth, np.int64)
         no_cap = np.zeros(0, lse.dtype)
-        # Main memory of one head: O^T, m and l (float64: every step divides by it), panel by panel. Blocks of Br rows are whole panels.
+        # Main memory of one head: O^T, m and l, panel by panel. Blocks of Br rows are whole panels. Every step divides
+        # by l, which is float64: rounded each time, it would be the largest error of long rows.
         panels = -(-size.Tq // width)
         o_panel = padded(dv, MR) * width
         PV = aligned(o_panel, one)

@@ -11,9 +11,9 @@ import hashlib
 import os
 import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numba
 import numpy as np
@@ -22,6 +22,12 @@ from rawflash import masks, philox
 from rawflash.backends.numba_cpu import numerics
 from rawflash.problem import Operands, Problem
 from rawflash.tiling import Tiles
+
+if TYPE_CHECKING:
+    from concurrent.futures import ThreadPoolExecutor
+
+if numba.config.DISABLE_JIT:
+    raise ImportError("NUMBA_DISABLE_JIT is set, and its kernels are nothing but compiled code")
 
 STORAGE = {
     "float32": numerics.FLOAT32,
@@ -168,6 +174,8 @@ _cores = threading.Semaphore(max(1, numba.config.NUMBA_NUM_THREADS))
 
 def _threads() -> ThreadPoolExecutor:
     global _pool
+    from concurrent.futures import ThreadPoolExecutor  # refused where the first call comes as Python ends
+
     with _pool_lock:
         if _pool is None:
             _pool = ThreadPoolExecutor(max(1, numba.config.NUMBA_NUM_THREADS), "rawflash")
@@ -175,9 +183,10 @@ def _threads() -> ThreadPoolExecutor:
 
 
 def _forget_pool() -> None:
-    """A forked child has the pool's object but none of its threads, and of other threads' cores it gets none back."""
-    global _pool, _cores
-    _pool, _cores = None, threading.Semaphore(max(1, numba.config.NUMBA_NUM_THREADS))
+    """A forked child has the pool's object but none of its threads, and of what they hold it gets nothing back."""
+    global _pool, _pool_lock, _cores
+    _pool, _pool_lock = None, threading.Lock()
+    _cores = threading.Semaphore(max(1, numba.config.NUMBA_NUM_THREADS))
 
 
 if hasattr(os, "register_at_fork"):
@@ -203,7 +212,10 @@ def run(kernel: Callable[..., None], pieces: int, *arguments: Any) -> None:
             finally:
                 cores.release()
 
-    others = [_threads().submit(help_out, n) for n in range(1, workers)]
+    others = []
+    with suppress(RuntimeError):  # no thread can be had, as when Python is about to end: the caller does it all
+        for n in range(1, workers):
+            others.append(_threads().submit(help_out, n))
     try:
         with cores:
             kernel(counter, 0, *arguments)
@@ -285,6 +297,7 @@ def contiguous_statistic(problem: Problem, statistic: np.ndarray | None, x: Oper
     return np.require(statistic, problem.compute_dtype, ["C", "A", "W"])
 
 
+@np.errstate(all="ignore")
 def sink_gradient(problem: Problem, x: Operands, lse: np.ndarray, dlse: np.ndarray) -> np.ndarray:
     """dsinks (Hq,) = sum over rows of P_sink * (dlse - gamma), with P_sink = exp(sink - lse).
 
