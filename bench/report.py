@@ -190,11 +190,11 @@ EARLIER = " (earlier code)"
 
 
 def earlier(results: Results, rows: Sequence[Row]) -> dict[str, str]:
-    """What to say of a row that is of older code than others of a table, by the name of its case."""
-    made = {row["name"]: results.sources[row["name"]] for row in rows}
-    last = max(((record["date"], name) for name, record in made.values()), default=None)
-    newest = {code_of(record) for name, record in made.values() if (record["date"], name) == last}
-    return {case: "" if code_of(record) in newest else EARLIER for case, (_, record) in made.items()}
+    """What to say of a row that is of older code than the newest record of the device, by the name of its case."""
+    last = max(((record["date"], name) for name, record in results.sources.values()), default=None)
+    newest = {code_of(record) for name, record in results.sources.values() if (record["date"], name) == last}
+    made = {row["name"]: results.sources[row["name"]][1] for row in rows}
+    return {case: "" if code_of(record) in newest else EARLIER for case, record in made.items()}
 
 
 def problem(row: Row) -> str:

@@ -829,6 +829,8 @@ def test_newer_code_beside_fewer_peers_takes_the_place_of_older(root):
     assert old == {name: "", other: report.EARLIER}
     text, _ = report.speeds(found, [name, other])
     assert [report.EARLIER in line for line in text.splitlines()[2:]] == [False, True]
+    text, _ = report.speeds(found, [other])  # a table with nothing newer in it
+    assert report.EARLIER in text
     panels = report.plots(report.load(folder))["forward-bfloat16"][2]["panels"]
     (panel,) = panels.values()  # a curve is of one state of the code
     assert list(panels) == ["d = 128, full"]

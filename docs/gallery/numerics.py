@@ -137,8 +137,8 @@ def picture(data, plt):
         panel.set_xscale("log")
         panel.set_xticks(x, [f"{n:g}" for n in x])
         panel.minorticks_off()
-    panels[0].set_title("keys; scores of unit variance")
-    panels[1].set_title("scale of the scores; 1024 keys")
+    panels[0].set_xlabel("keys; scores of unit variance")
+    panels[1].set_xlabel("scale of the scores; 1024 keys")
     for style, name, face in (("o-", "tiled", None), ("s--", "dense, stored", "white"), (":", "allowed", None)):
         panels[1].plot([], [], style, color="#555555", markerfacecolor=face, label=name)
     figure.legend(*panels[1].get_legend_handles_labels(), loc="outside upper center", ncols=2)
@@ -147,7 +147,7 @@ def picture(data, plt):
     panels[2].plot(LARGEST, bare, "s--", color="#cc79a7", label="no maximum")
     for x, text, side in ((LARGEST[0], "0 / 0", "left"), (LARGEST[-1], "inf / inf", "right")):
         panels[2].text(x, 1e-4, text, ha=side)
-    panels[2].set_title("largest of scores that span 20; float32")
+    panels[2].set_xlabel("largest of scores that span 20; float32")
     panels[2].legend(loc="upper right")
     for panel in panels:
         panel.set_yscale("log")
