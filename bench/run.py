@@ -34,6 +34,7 @@ from typing import Any
 from bench import inputs, measures, record
 from bench.cases import CASES, GROUPS, SLOW_TO_COMPILE, Case, select
 from bench.peers import PEERS
+from rawflash.backends import BACKENDS
 
 SCHEMA = "rawflash-bench-1"
 GPU_GROUPS = ("grid", "decode", "float32", "float64", "dense", "numba", "overhead")
@@ -69,7 +70,7 @@ def left(cases: Sequence[Case], old: dict[str, Any], again: bool = False, backen
 
     def done(case: Case) -> bool:
         row = rows.get(case.name, {})
-        if row.get("failed") == ENDED:
+        if row.get("failed") == ENDED or "ended" in row:
             return not again
         asked = {runner.name for runner in measures.runners(case, backends, peers)}
         return bool(row) and has_figures(row) and asked <= row["runners"].keys()
@@ -87,11 +88,13 @@ def says_more(row: dict[str, Any], other: dict[str, Any]) -> bool:
 
 
 def put(rows: list[dict[str, Any]], row: dict[str, Any]) -> None:
-    """A case has one row: the newest, unless the older one says more."""
+    """A case has one row: the newest, unless the older says more, which then notes that the case ended a process."""
     for n, old in enumerate(rows):
         if old["name"] == row["name"]:
             if says_more(row, old):
                 rows[n] = row
+            elif row.get("failed") == ENDED:
+                old["ended"] = row["date"]
             return
     rows.append(row)
 
@@ -158,7 +161,7 @@ def parser() -> argparse.ArgumentParser:
     )
     found.add_argument("--cases", nargs="+", metavar="NAME", help="groups, or patterns of case names")
     found.add_argument("--device", choices=("gpu", "cpu"), help="default: that of the first case")
-    found.add_argument("--backends", nargs="+", metavar="NAME", help="of ours, only these")
+    found.add_argument("--backends", nargs="+", metavar="NAME", choices=tuple(BACKENDS), help="of ours, only these")
     found.add_argument("--peers", nargs="*", choices=tuple(PEERS), metavar="NAME", help="only these; none: nobody")
     found.add_argument("--list", action="store_true", help="name groups, or the cases chosen, and stop")
     found.add_argument("--quick", action="store_true", help="a handful of cases on the CPU")
@@ -211,8 +214,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         folder = Path(tempfile.gettempdir()) if options.quick else record.RESULTS
         out = free_name(folder / f"bench-{device}-{datetime.date.today()}.json")
     if options.resume and options.resume.exists():
-        old = record.read(options.resume)
-        if old.get("schema") != SCHEMA:
+        try:
+            old = record.read(options.resume)
+        except ValueError as error:
+            print(f"{options.resume}: {error}", file=sys.stderr)
+            return EXIT_USAGE
+        if not isinstance(old, dict) or old.get("schema") != SCHEMA:
             print(f"{options.resume} is no record of this script", file=sys.stderr)
             return EXIT_USAGE
         different = unlike(old, found)

@@ -24,6 +24,7 @@ import argparse
 import csv
 import datetime
 import glob
+import importlib.util
 import json
 import math
 import os
@@ -787,6 +788,8 @@ def main() -> None:
     parser.add_argument("--compile", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--count", nargs="+", help=argparse.SUPPRESS)
     args = parser.parse_args()
+    if args.check and not args.report:
+        parser.error("--check is for --report")
     if args.time:
         time_calls()
     elif args.compile is not None:
@@ -804,6 +807,10 @@ def main() -> None:
     elif args.report:
         there = write_report(args.check)
         sys.exit("docs/figures is not of the newest record" if args.check and not there else 0)
+    elif importlib.util.find_spec("cupy") is None:
+        parser.error("measuring needs a GPU and CuPy, which is not installed")
+    elif args.out.exists():
+        parser.error(f"{args.out} is there already; --out names another file")
     else:
         with tempfile.TemporaryDirectory() as folder:
             sys.exit(1 if measure(Path(folder), args.out.resolve(), time.monotonic() + args.seconds) else 0)

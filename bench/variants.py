@@ -49,6 +49,7 @@ from rawflash import tiling
 SCHEMA = "rawflash-variants-1"
 ABLATIONS = Path(__file__).with_name("ablations.json")
 AS_IT_IS = "as it is"
+IN_TURN = "all in turn"  # what runs when each has run alone
 NOTES = {"medians": "[p20, p50, p80] in microseconds; rates are those of p50"}
 ROUNDS = 5  # of an untimed and a timed turn each
 LIMIT = 60.0  # seconds in which a variant of a case is compiled and compared, and in which all of a case are timed
@@ -140,6 +141,7 @@ def measured(setup: measures.Setup, case: Case, runners: list[Runner], done: dic
         with Watch(LIMIT):
             ready |= measures._prepared(setup, case, [runner], xs, found)
         save(None)
+    save(IN_TURN)
     with Watch(LIMIT):
         turns, rounds = measures._turns(setup, case, ready, found)
         measures._timed(setup, case, turns, dict.fromkeys(rounds, ROUNDS), found, "burst_us")
@@ -188,7 +190,10 @@ def gone_on(old: dict[str, Any], found: dict[str, Any]) -> str | None:
     if "running" in old:
         case, name = old["running"]
         of_case = next(row for row in found["rows"] if row["name"] == case)
-        of_case["runners"][name] = {"failed": ENDED}
+        if name == IN_TURN:
+            of_case["failed"] = ENDED
+        else:
+            of_case["runners"][name] = {"failed": ENDED}
     return None
 
 
@@ -198,11 +203,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.out is None and options.spec != ABLATIONS:
         print("a SPEC of your own needs --out", file=sys.stderr)
         return EXIT_USAGE
-    spec = json.loads(options.spec.read_text())
-    variants = [Variant(**one) for one in spec]
     try:
+        spec = json.loads(options.spec.read_text())
+        variants = [Variant(**one) for one in spec]
         cases = chosen(options, variants)
-    except ValueError as error:
+    except (ValueError, TypeError, OSError) as error:
         print(error, file=sys.stderr)
         return EXIT_USAGE
     found: dict[str, Any] = {"schema": SCHEMA, "device": "gpu"} | record.about(True)
@@ -211,6 +216,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if out.exists() and (why_not := gone_on(record.read(out), found)):
         print(f"{out} is {why_not}", file=sys.stderr)
         return EXIT_USAGE
+    if out.exists():
+        record.write(out, found)  # what had ended a process is noted
     return run(found, cases, [Variant(AS_IT_IS), *variants], [PEERS[name] for name in options.peers], out, options)
 
 
@@ -224,7 +231,7 @@ def run(found: dict[str, Any], cases: list[Case], variants: list[Variant], peers
         runners = [variant for variant in variants if variant.is_for(case)] + peers
         row = rows.get(case.name) or {"name": case.name, "case": asdict(case), "runners": {}}
         done = row["runners"]
-        if all(runner.name in done for runner in runners):
+        if row.get("failed") == ENDED or all(runner.name in done for runner in runners):
             continue
         if time.monotonic() - begun > options.seconds:
             print(f"{options.seconds:.0f} s are over", flush=True)

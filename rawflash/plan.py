@@ -14,7 +14,7 @@ import numpy as np
 
 from rawflash import tiling
 from rawflash.backends import BACKENDS, why_not
-from rawflash.errors import BackendError, ProblemError
+from rawflash.errors import BackendError, ProblemError, TileError
 from rawflash.hardware import Chip, chip_of
 from rawflash.masks import Visibility
 from rawflash.problem import DIRECTIONS, Options, Problem, check, check_forward_only, forward_mode, known
@@ -235,7 +235,9 @@ def plan(
         dense_bytes=pairs * problem.Hq * np.dtype(problem.compute_dtype).itemsize,
         copied=copied,
         unavailable=why_not(problem.backend, problem, direction),
-        refused=tuple((name, _refusal(name, problem, direction)) for name in BACKENDS if name != problem.backend),
+        refused=tuple(
+            (name, _refusal(name, problem, direction, device)) for name in BACKENDS if name != problem.backend
+        ),
     )
 
 
@@ -252,7 +254,7 @@ def _check_direction(direction: str) -> None:
         raise ProblemError(f"direction is {direction!r}; expected 'forward', 'backward' or 'jvp'")
 
 
-def _refusal(name: str, problem: Problem, direction: str) -> str:
+def _refusal(name: str, problem: Problem, direction: str, device: int | None) -> str:
     """Why a backend other than the problem's does not take the call."""
     chosen, row = BACKENDS[problem.backend], BACKENDS[name]
     reason = why_not(name, problem, direction)
@@ -260,6 +262,10 @@ def _refusal(name: str, problem: Problem, direction: str) -> str:
         return reason
     if row.runs_on != chosen.runs_on:
         return f"takes {row.runs_on}; this call has {chosen.runs_on}"
+    try:
+        tiling.plan_tiles(replace(problem, backend=name), chip_of(name, device), direction)
+    except (TileError, BackendError) as error:
+        return f"has no tiles for this call: {error}"
     return f"could run this call; ask for it by backend={name!r}"
 
 

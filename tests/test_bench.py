@@ -507,6 +507,14 @@ def test_resume_steps_over_what_ended_the_process(tiny, tmp_path):
     assert run.main(["--quick", "--resume", str(out), "--again"]) == 0
 
 
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"schema": "rawflash-'])
+def test_what_is_no_record_is_not_resumed(text, tmp_path, capsys):
+    out = tmp_path / "record.json"
+    out.write_text(text)
+    assert run.main(["--quick", "--resume", str(out)]) == run.EXIT_USAGE
+    assert str(out) in capsys.readouterr().err and out.read_text() == text
+
+
 def test_rows_of_a_resumed_record():
     good = {"name": "a", "runners": {"cupy_raw": {"burst_us": [1, 1, 1]}, "fa4": {"failed": "no"}}}
     bad = {"name": "a", "runners": {"cupy_raw": {"failed": "no"}}}
@@ -525,6 +533,10 @@ def test_rows_of_a_resumed_record():
     case = replace(TINY, peers=("torch-cpu",))
     assert case.backends == ("numba_cpu",) and run.left([case], {"rows": [ours]}) == [case]
     assert run.left([case], {"rows": [ours]}, peers=[]) == []
+    run.put(rows, {"name": "a", "runners": {}, "failed": run.ENDED, "date": "2026-01-01"})
+    assert rows == [both | {"ended": "2026-01-01"}]  # its figures stay; what was asked for besides is not tried again
+    ours |= {"ended": "2026-01-01"}
+    assert run.left([case], {"rows": [ours]}) == [] and run.left([case], {"rows": [ours]}, again=True) == [case]
     ended = {"name": TINY.name, "runners": {}, "failed": run.ENDED}
     assert run.left([TINY], {"rows": [ended]}) == [] and run.left([TINY], {"rows": [ended]}, again=True) == [TINY]
 
@@ -631,6 +643,28 @@ def test_variants_go_on(spec, tmp_path, capsys):
         assert variants.main(["--out", str(out)]) == run.EXIT_USAGE
     said = capsys.readouterr().err
     assert "another variant 'small tiles'" in said and "source_sha256" in said and "no record of this script" in said
+
+
+def test_variants_that_hang_in_turn_are_left(spec, tmp_path):
+    out = tmp_path / "out.json"
+    spec(SMALL)
+    assert variants.main(["--cases", BACK.name, "--out", str(out)]) == 0
+    made = record.read(out)
+    case = {"name": FULL.name, "case": vars(FULL), "runners": {}}
+    record.write(out, made | {"rows": [*made["rows"], case], "running": [FULL.name, variants.IN_TURN]})
+    for _ in range(2):
+        assert variants.main(["--out", str(out)]) == run.EXIT_MISSING
+        row = next(row for row in record.read(out)["rows"] if row["name"] == FULL.name)
+        assert row["failed"] == run.ENDED and not row["runners"]
+
+
+@pytest.mark.parametrize("text", ["", "{}", '[{"nobody": 1}]', "[1]"])
+def test_a_spec_that_is_none(text, tmp_path, capsys):
+    path = tmp_path / "spec.json"
+    path.write_text(text)
+    assert variants.main([str(path), "--out", str(tmp_path / "out.json")]) == run.EXIT_USAGE
+    assert variants.main([str(tmp_path / "nobody.json"), "--out", str(tmp_path / "out.json")]) == run.EXIT_USAGE
+    assert capsys.readouterr().err
 
 
 def test_variants_and_a_lost_gpu(spec, on_host, tmp_path, monkeypatch):

@@ -961,3 +961,16 @@ def test_a_reader_that_goes_away_and_ctrl_c_end_quietly():
     demo.send_signal(signal.SIGINT)
     out, err = demo.communicate(timeout=60)
     assert demo.returncode == common.INTERRUPTED and "Traceback" not in out + err
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="there is no device that is always full")
+def test_bad_input_where_nothing_can_be_said(tmp_path):
+    """The exit status says it."""
+    with open("/dev/full", "w") as full:
+        command = [sys.executable, "-m", "rawflash", "run", str(tmp_path / "nobody.npz"), "-o", str(tmp_path / "x.npz")]
+        assert subprocess.run(command, stderr=full).returncode == 2
+
+
+def test_an_input_that_is_a_folder(capsys, tmp_path):
+    assert main(["run", str(tmp_path), "-o", str(tmp_path / "x.npz")]) == 2
+    assert "is no file" in capsys.readouterr().err

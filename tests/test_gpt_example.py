@@ -152,6 +152,12 @@ def test_a_checkpoint_of_another_configuration_is_refused(tmp_path):
     gpt.Training(SMALL, np).save(tmp_path / "gpt.npz")
     with pytest.raises(SystemExit, match="another configuration"):
         gpt.Training(replace(SMALL, heads=2), np).load(tmp_path / "gpt.npz")
+    with pytest.raises(SystemExit, match="another text"):
+        gpt.Training(SMALL, np, text=1).load(tmp_path / "gpt.npz")
+    for damage in (b"", b"no archive", (tmp_path / "gpt.npz").read_bytes()[:-1000]):
+        (tmp_path / "gpt.npz").write_bytes(damage)
+        with pytest.raises(SystemExit, match="is no checkpoint"):
+            gpt.Training(SMALL, np).load(tmp_path / "gpt.npz")
 
 
 # ---- sampling
@@ -250,6 +256,26 @@ def test_wrong_commands(tmp_path):
     (tmp_path / "text").write_bytes(b"too short")
     with pytest.raises(SystemExit, match="the text has 9 bytes"):
         gpt.main([str(tmp_path / "text")])
+
+
+@pytest.mark.parametrize("flags", [
+    ["--every", "0"], ["--batch", "0"], ["--context", "0"], ["--heads", "0"], ["--seed", "-1"],
+    ["--checkpoint", "{}"], ["--checkpoint", "{}/nobody/a.npz"], ["--plot", "{}/nobody/a.svg"],
+    ["{}"], ["{}/nobody.txt"], ["{}/short.txt"], ["{}/short.txt", "--compare"], ["{}/some.txt", "--compare"],
+])  # fmt: skip
+def test_commands_that_cannot_end_well_end_at_once(flags, tmp_path, monkeypatch):
+    (tmp_path / "short.txt").write_bytes(bytes(169))
+    (tmp_path / "some.txt").write_bytes(bytes(3000))
+    monkeypatch.setattr(gpt, "train", None)
+    with pytest.raises(SystemExit) as ended:
+        gpt.main([flag.format(tmp_path) for flag in ["--context", "16", *flags]])
+    assert ended.value.code not in (0, None)
+
+
+def test_a_prompt_of_any_bytes(tmp_path, capsysbinary):
+    gpt.main(["--steps", "1", "--layers", "1", "--width", "8", "--heads", "2", "--kv-heads", "1", "--context", "16",
+              "--sample", "3", "--prompt", "\udcff"])  # fmt: skip
+    assert b"held out" in capsysbinary.readouterr().out
 
 
 @pytest.mark.gpu

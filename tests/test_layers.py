@@ -696,3 +696,32 @@ def test_saved_values_of_another_call_are_refused():
         layers.gpt_block_backward(out[:5], x[:5], params, 2, saved=saved)
     with pytest.raises(rf.ProblemError, match="wrt is not an option of gpt_block_backward"):
         layers.gpt_block_backward(out, x, params, 2, saved=saved, wrt=("bias",))
+
+
+@pytest.mark.parametrize("rows", [2**14, 2**18])
+def test_the_gradient_of_a_gain_is_a_sum_over_many_rows(rows):
+    """Equal terms, whose rounding errors have one sign; and random ones."""
+    rng = np.random.default_rng(0)
+    for x, dout in ((np.ones((rows, 2)), np.full((rows, 2), 1 / 3)), abs(rng.standard_normal((2, rows, 4)))):
+        x, dout = x.astype(np.float32), dout.astype(np.float32)
+        _, found = layers.rms_norm_backward(dout, x, np.ones(x.shape[1], np.float32))
+        _, wanted = layers.rms_norm_backward(dout.astype(float), x.astype(float), np.ones(x.shape[1]))
+        np.testing.assert_allclose(found, wanted, rtol=3e-7)
+        assert found.dtype == np.float32
+
+
+@pytest.mark.parametrize("options", [dict(context=np.zeros((3, 8))), dict(lse=1), dict(casual=True)])
+def test_a_block_takes_options_of_attention_only(options):
+    rng = np.random.default_rng(0)
+    params = {name: rng.standard_normal((8, 8)) for name in ("wq", "wk", "wv", "wo", "w1", "w2")}
+    params |= {"norm1": np.ones(8), "norm2": np.ones(8)}
+    x = rng.standard_normal((3, 8))
+    out, saved = layers.gpt_block(x, params, 2, return_saved=True)
+    for call in (lambda: layers.gpt_block(x, params, 2, **options),
+                 lambda: layers.gpt_block_backward(out, x, params, 2, **options),
+                 lambda: layers.gpt_block_backward(out, x, params, 2, saved=saved, **options)):  # fmt: skip
+        with pytest.raises(rf.ProblemError, match=next(iter(options))):
+            call()
+    wider = params | {"w1": np.zeros((8, 12)), "w2": np.zeros((12, 8))}
+    with pytest.raises(rf.ProblemError, match="saved.u"):
+        layers.gpt_block_backward(out, x, wider, 2, saved=saved)

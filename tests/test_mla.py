@@ -490,3 +490,28 @@ def test_cupy_decodes_as_numpy(lengths_there, rng):
             got = mla_decode(now, there, kv_lengths=after, num_heads=H, causal=True, **place)
             close(to_host(got), whole[:, done : done + n])
         done += n
+
+
+def test_the_shared_key_of_many_heads_in_float16(rng):
+    """Its gradient is a sum over heads, and no less accurate than those of other weights."""
+    H, d, p, dv, m = 128, 4, 4, 4, 8
+    x, w = rng.standard_normal((2, 9, D)), make(rng, H=1, m=m, d_nope=d, p=p, dv=dv)
+    for name in ("w_uq", "w_qr", "w_uk", "w_uv"):  # all heads alike: errors of one sign
+        w[name] = np.tile(w[name], (1, H))
+    w["w_o"] = np.tile(w["w_o"], (H, 1)) / H
+    half = x.astype(np.float16), {name: array.astype(np.float16) for name, array in w.items()}
+    wide = half[0].astype(float), {name: array.astype(float) for name, array in half[1].items()}
+    _, found = mla_attention_backward(half[0], *half, H, causal=True)
+    _, wanted = mla_attention_backward(wide[0], *wide, H, causal=True)
+    error = {name: abs(found[name] - wanted[name]).max() / abs(wanted[name]).max() for name in ("w_kr", "w_dkv")}
+    assert error["w_kr"] < 3e-3 and found["w_kr"].dtype == np.float16, error
+
+
+def test_what_was_saved_is_of_this_call(rng):
+    x, w = rng.standard_normal((2, 5, D)), make(rng)
+    out, saved = mla_attention(x, w, H, return_saved=True)
+    _, other = mla_attention(x[:, :-1], w, H, return_saved=True)
+    with pytest.raises(rf.ProblemError, match="saved.c_q"):
+        mla_attention_backward(out, x, w, H, saved=other)
+    with pytest.raises(rf.ProblemError, match="saved.v"):
+        mla_attention_backward(out, x, w, H, saved=saved._replace(v=saved.v[..., :1]))

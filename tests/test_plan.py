@@ -247,3 +247,15 @@ def test_decoding_has_no_backward_plan():
     caches = np.zeros((4, 1, 16, 8))
     with pytest.raises(rf.ProblemError, match="block_table is not accepted with direction='backward'"):
         rf.explain(np.zeros((1, 1, 1, 8)), caches, caches, direction="backward", block_table=[[0]], kv_lengths=[3])
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_a_backend_without_tiles_for_a_call_could_not_run_it(direction):
+    """numba_cpu has blocks of 16 rows at least, numpy_tiled of one."""
+    q, k = np.zeros((1, 3, 16, 45), np.float16), np.zeros((1, 1, 200, 45), np.float16)
+    for sram, could in ((4197, False), (400000, True)):
+        refused = dict(rf.explain(q, k, k, direction=direction, sram=sram, backend="numpy_tiled").refused)["numba_cpu"]
+        assert refused.startswith("could run this call" if could else "has no tiles for this call: blocks of 16"), refused
+        if not could:
+            with pytest.raises(rf.TileError):
+                rf.attention(q, k, k, sram=sram, backend="numba_cpu")

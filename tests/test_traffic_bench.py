@@ -1,6 +1,8 @@
 """bench/traffic.py without a GPU: its points, predictions, ncu's table, fits, and the report of a record."""
 
 import json
+import os
+import subprocess
 import sys
 import time
 from collections import Counter
@@ -254,3 +256,12 @@ def test_a_check_writes_nothing(measured, tmp_path, monkeypatch):
     measured["rows"][0]["ms"] = 2.0
     (tmp_path / "traffic-2027-01-01.json").write_text(json.dumps(measured))
     assert not bench.write_report(check_only=True)
+
+
+@pytest.mark.parametrize("flags", [["--check"], ["--out", "made.json"]])
+def test_commands_that_would_write_over_a_record(flags, tmp_path):
+    (tmp_path / "made.json").write_text("{}")
+    command = [sys.executable, "-m", "bench.traffic", *flags]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])}
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment)
+    assert done.returncode == 2 and done.stderr and (tmp_path / "made.json").read_text() == "{}"

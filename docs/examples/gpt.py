@@ -14,7 +14,10 @@ import argparse
 import json
 import math
 import os
+import sys
 import time
+import zipfile
+import zlib
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from unittest import mock
@@ -162,10 +165,10 @@ def by_rows(x):
 
 
 class Training:
-    """Parameters, Adam's moments and the losses so far: all that a checkpoint holds."""
+    """Parameters, Adam's moments and the losses so far: all that a checkpoint holds, with a checksum of the text."""
 
-    def __init__(self, config, xp):
-        self.config, self.xp = config, xp
+    def __init__(self, config, xp, text=0):
+        self.config, self.xp, self.text = config, xp, text
         self.params = initial(config, xp)
         self.m = {name: xp.zeros_like(p) for name, p in self.params.items()}
         self.v = {name: xp.zeros_like(p) for name, p in self.params.items()}
@@ -198,7 +201,7 @@ class Training:
         """Write a checkpoint next to ``path``, then rename it: there is a whole one at any time."""
         path = Path(path)
         state = {f"{kind}/{name}": on_host(array) for kind in "pmv" for name, array in self._arrays(kind).items()}
-        about = json.dumps(asdict(self.config))
+        about = json.dumps(asdict(self.config) | {"text": self.text})
         part = path.with_name(path.name + ".part")
         with open(part, "wb") as file:
             np.savez(file, about=about, losses=np.array(self.read_losses()), **state)
@@ -210,14 +213,17 @@ class Training:
         """Go on from a checkpoint of the same configuration."""
         if not Path(path).exists():
             raise SystemExit(f"there is no checkpoint {path} to go on from")
-        with np.load(path) as state:
-            about = json.loads(str(state["about"]))
-            if about != asdict(self.config):
-                raise SystemExit(f"{path} was written by another configuration: {about}")
-            for kind in "pmv":
-                for name, array in self._arrays(kind).items():
-                    array[...] = self.xp.asarray(state[f"{kind}/{name}"])
-            self.losses = state["losses"].tolist()
+        try:
+            with open(path, "rb") as file, np.load(file) as state:
+                about = json.loads(str(state["about"]))
+                if about != asdict(self.config) | {"text": self.text}:
+                    raise SystemExit(f"{path} was written by another configuration, or with another text: {about}")
+                for kind in "pmv":
+                    for name, array in self._arrays(kind).items():
+                        array[...] = self.xp.asarray(state[f"{kind}/{name}"])
+                self.losses = state["losses"].tolist()
+        except (OSError, EOFError, ValueError, KeyError, zipfile.BadZipFile) as error:
+            raise SystemExit(f"{path} is no checkpoint of this script: {error}") from None
 
     def _arrays(self, kind):
         return {"p": self.params, "m": self.m, "v": self.v}[kind]
@@ -387,6 +393,8 @@ def dense(T, xp):
 
 def compare(data, config, xp, lengths=(1024, 4096), steps=3):
     """Print the time of a training step with the attention of rawflash and with dense attention in its place."""
+    if len(data) <= max(lengths):
+        raise SystemExit(f"the text has {len(data)} bytes to learn from; expected over {max(lengths)}")
     print(f"one step, batch 1, best of {steps}    rawflash       dense    dense / rawflash")
     for T in lengths:
         long = replace(config, context=T, batch=1)
@@ -429,6 +437,15 @@ def arguments(argv):
     options = parser.parse_args(argv)
     if options.resume and not options.checkpoint:
         parser.error("--resume needs --checkpoint")
+    for name in ("layers", "width", "heads", "kv_heads", "context", "batch", "every"):
+        if getattr(options, name) < 1:
+            parser.error(f"--{name.replace('_', '-')} is {getattr(options, name)}; expected at least 1")
+    if options.seed < 0:
+        parser.error(f"--seed is {options.seed}; expected at least 0")
+    for name in ("checkpoint", "plot"):  # what is written at the end is looked at in the beginning
+        path = getattr(options, name)
+        if path and (Path(path).is_dir() or not Path(path).absolute().parent.is_dir()):
+            parser.error(f"--{name} is {path}; expected a file in a folder that exists")
     return options
 
 
@@ -458,17 +475,25 @@ def train(training, data, options):
 
 def main(argv=None):
     options = arguments(argv)
+    if hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(errors="replace")  # a sample may have bytes that a terminal has no letter for
+    xp = np
     if options.device == "gpu":
-        import cupy as xp
-    else:
-        xp = np
+        try:
+            import cupy as xp
+        except ImportError as error:
+            raise SystemExit(f"--device gpu needs CuPy: {error}") from None
     config = Config(**{field.name: getattr(options, field.name) for field in fields(Config)})
-    data, held_out = read_text(options.text)
+    try:
+        data, held_out = read_text(options.text)
+    except OSError as error:
+        raise SystemExit(f"{options.text}: {error.strerror}") from None
+    if len(held_out) <= config.context:
+        least = 10 * config.context + 10
+        raise SystemExit(f"the text has {len(data) + len(held_out)} bytes; expected at least {least}")
     if options.compare:
         return compare(data, config, xp)
-    if len(held_out) <= config.context:
-        raise SystemExit(f"the text has {len(data) + len(held_out)} bytes; expected over {10 * config.context + 10}")
-    training = Training(config, xp)
+    training = Training(config, xp, zlib.crc32(held_out, zlib.crc32(data)))
     if options.resume:
         training.load(options.checkpoint)
     count = sum(p.size for p in training.params.values())
@@ -480,7 +505,7 @@ def main(argv=None):
     if options.plot:
         plot(training.read_losses(), unigram_bits(data), options.plot)
     if options.sample:
-        text = sample(training.params, options.prompt.encode(), options.sample, config, xp)
+        text = sample(training.params, options.prompt.encode(errors="surrogateescape"), options.sample, config, xp)
         print(text.decode(errors="replace"))
 
 

@@ -71,7 +71,8 @@ def _main(arguments: list[str]) -> int:
 
 
 def _complain(message: str) -> int:
-    print(f"rawflash: {message}", file=sys.stderr)
+    with contextlib.suppress(OSError, ValueError):  # the exit status says it even where nothing can be written
+        print(f"rawflash: {message}", file=sys.stderr, flush=True)
     return BAD_INPUT
 
 

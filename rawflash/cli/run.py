@@ -87,7 +87,7 @@ def _put(place: Cpu, name: str, array: np.ndarray) -> Any:
 def _read_arrays(path: Path) -> dict[str, np.ndarray]:
     """The arrays of an .npz file; refuses names that mean nothing and dtypes that a file cannot keep."""
     if not path.is_file():
-        raise InputError(f"{path}: there is no such file")
+        raise InputError(f"{path}: {'is no file' if path.exists() else 'there is no such file'}")
     try:
         with path.open("rb") as stream:  # not by NumPy, which leaves open what turns out to be no archive
             if not zipfile.is_zipfile(stream):

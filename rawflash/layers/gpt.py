@@ -16,7 +16,7 @@ from rawflash.layers.multi_head import (
     multi_head_attention_backward,
     rows,
 )
-from rawflash.problem import Options
+from rawflash.problem import Options, known
 
 PARAMS = ("norm1", "wq", "wk", "wv", "wo", "norm2", "w1", "w2")
 EPS = 1e-6
@@ -89,11 +89,11 @@ def rms_norm_backward(dout: Any, x: Any, gain: Any, eps: float = EPS) -> tuple[A
     >>> dx.round(3), dgain.round(3)
     (array([0.5, 0.5]), array([ 1., -1.]))
     """
-    namespace(x=x, gain=gain, dout=dout)
+    xp = namespace(x=x, gain=gain, dout=dout)
     check_shape("dout", dout, x.shape, "the shape of x")
     wide, r = _root_mean_square(x, gain, eps)
     n = wide * r
-    dgain = (dout * n).reshape(-1, *gain.shape).sum(axis=0)
+    dgain = (dout * n).reshape(-1, *gain.shape).sum(axis=0, dtype=xp.float64)  # of as many terms as there are rows
     dn = dout * gain
     dx = r * (dn - n * (dn * n).mean(axis=-1, keepdims=True))
     return dx.astype(x.dtype, copy=False), dgain.astype(x.dtype, copy=False)
@@ -306,6 +306,9 @@ def gpt_block_backward(
     ((5, 8), True)
     """
     kept = dict(options)
+    if "wrt" in options:
+        raise ProblemError("wrt is not an option of gpt_block_backward; expected it in multi_head_attention_backward")
+    known(kept)
     if saved is None:
         saved = _forward(x, params, num_heads, num_kv_heads, rope, eps, kept)[1]
     elif not isinstance(saved, GPTBlockSaved):
@@ -313,9 +316,9 @@ def gpt_block_backward(
     p = _check(x, params)
     namespace(x=x, dout=dout)
     check_shape("dout", dout, x.shape, "the shape of x")
-    check_shape("saved.n1", saved.n1, x.shape, "the shape of x: what return_saved=True returned for this call")
-    if "wrt" in options:
-        raise ProblemError("wrt is not an option of gpt_block_backward; expected it in multi_head_attention_backward")
+    hidden = (*x.shape[:-1], p["w1"].shape[1])
+    for name, shape in (("n1", x.shape), ("h", x.shape), ("n2", x.shape), ("u", hidden), ("a", hidden)):
+        check_shape(f"saved.{name}", getattr(saved, name), shape, "what return_saved=True returned for this call")
     n1, heads, h, n2, u, a = saved
 
     dw2 = rows(a).T @ rows(dout)
@@ -339,6 +342,7 @@ def _forward(
     eps: float, options: dict[str, Any],
 ) -> tuple[Any, GPTBlockSaved]:  # fmt: skip
     p = _check(x, params)
+    known(options)
     n1 = rms_norm(x, p["norm1"], eps)
     attended, heads = multi_head_attention(
         n1, p["wq"], p["wk"], p["wv"], p["wo"], num_heads, num_kv_heads,

@@ -204,6 +204,11 @@ def mla_attention_backward(
     elif not isinstance(saved, MLASaved):
         raise ProblemError(f"saved is a {type(saved).__name__}; expected what return_saved=True returned")
     c_q, z, q, k, v, o, lse = saved
+    heads = (*x.shape[:-1], n.H)
+    sizes = {"c_q": (*x.shape[:-1], None), "z": (*x.shape[:-1], n.m), "q": (*heads, n.d_nope + n.p),
+             "k": (*heads, n.d_nope + n.p), "v": (*heads, n.dv), "o": (*heads, n.dv)}  # fmt: skip
+    for name, shape in sizes.items():
+        check_shape(f"saved.{name}", getattr(saved, name), shape, "what return_saved=True returned for this call")
     grads: dict[str, Any] = {}
 
     def back(a: Any, name: str, dy: Any) -> Any:
@@ -216,7 +221,8 @@ def mla_attention_backward(
     dq, dk, dv, *more = attention_backward(do, q, k, v, o, lse, **kept)
     dq_n, dk_n = merged(dq[..., : n.d_nope]), merged(dk[..., : n.d_nope])
     dq_r = merged(rope_backward(dq[..., n.d_nope :], positions[..., None], base, convention))
-    dk_r = dk[..., n.d_nope :].sum(axis=-2)  # over the heads, which share it
+    wide = xp.float64 if x.dtype == xp.float64 else xp.float32
+    dk_r = dk[..., n.d_nope :].sum(axis=-2, dtype=wide).astype(x.dtype, copy=False)  # over the heads, which share it
     dk_r = rope_backward(dk_r, positions, base, convention)
 
     dc_q = back(c_q, "w_uq", dq_n) + back(c_q, "w_qr", dq_r)
