@@ -262,6 +262,7 @@ def test_a_check_writes_nothing(measured, tmp_path, monkeypatch):
 def test_commands_that_would_write_over_a_record(flags, tmp_path):
     (tmp_path / "made.json").write_text("{}")
     command = [sys.executable, "-m", "bench.traffic", *flags]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])}
+    root = str(Path(__file__).parents[1])
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([root, os.environ.get("PYTHONPATH", "")])}
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment)
     assert done.returncode == 2 and done.stderr and (tmp_path / "made.json").read_text() == "{}"
