@@ -210,7 +210,7 @@ class Training:
         os.replace(part, path)
 
     def load(self, path):
-        """Go on from a checkpoint of the same configuration."""
+        """Go on from a checkpoint of the same configuration and text."""
         if not Path(path).exists():
             raise SystemExit(f"there is no checkpoint {path} to go on from")
         try:

@@ -2,15 +2,15 @@
 
 A kernel computes on tiles only. A tile comes on chip by :meth:`Memory.load` or :meth:`Memory.alloc`
 and goes back by :meth:`Memory.store` or :meth:`Memory.add`; the machine counts the elements that
-cross, by the name of the array, and refuses a tile that does not fit. Four things are not charged
+cross, by the name of the array, and refuses a tile that does not fit. Three things are not charged
 to M, as in the papers' analysis:
 
 * row statistics, one number per row (``m``, ``l``, ``lse``, ``gamma``): they live in registers;
 * an element of a product on its way into the tile that it updates;
-* what is streamed past the scores element by element (bias, mask);
-* what makes a sum wider than its terms: tiles of sums are float64 and count as other tiles do.
+* what is streamed past the scores element by element (bias, mask).
 
-All of them are counted when they cross.
+All of them are counted when they cross. An element counts as one whatever its width: tiles of sums
+(:meth:`Memory.sums`) are float64 in every call, which is more than M in bytes would have room for.
 """
 
 from __future__ import annotations
