@@ -21,7 +21,6 @@ OURS_TO_CHOOSE = {  # and others' and reckoned ones, by page
     "mla.md": ["3.4 times the", "989 TFLOP/s", "4.8 TB/s"],  # counted; NVIDIA's
     "README.md": ["1 %"],  # of the table below it
 }
-NOTES = {"kernels/sm90.md": "## How fast, and what was tried"}  # experiments of bench/notes, from this heading on
 
 
 def prose(text):
@@ -37,8 +36,6 @@ def figures(text):
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_figures_come_from_records(page):
     name, text = page.relative_to(ROOT).as_posix().removeprefix("docs/"), page.read_text()
-    if name in NOTES:
-        text = text[: text.index(NOTES[name])]
     assert [figure for figure in figures(text) if figure not in OURS_TO_CHOOSE.get(name, [])] == []
 
 
