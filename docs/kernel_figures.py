@@ -17,11 +17,11 @@ from rawflash.tiling import plan_tiles
 
 ROOT = Path(__file__).resolve().parents[1]
 GPU = {
-    "grid": "gpu-2026-11-22-grid.json",
-    "decode": "gpu-2026-11-23-later-64.json",
-    "d = 64": "gpu-2026-11-22-later-64.json",
-    "decode, float": "gpu-2026-11-22-decode-float.json",
-    "shared heads, half": "gpu-2026-11-22-gqa-half-sweep.json",
+    "grid": "gpu-2026-11-24-grid.json",
+    "decode, float": "gpu-2026-11-24-decode-float.json",
+    "grid before": "gpu-2026-11-22-grid.json",  # when cupy_raw had multiply-adds in 16 bits
+    "shared heads before": "gpu-2026-11-22-gqa-half-sweep.json",  # as well
+    "float before": "gpu-2026-11-22-decode-float.json",  # when float32 was split as it was read
 }
 OURS = "cupy_raw", "numba_cuda"
 DENSE = "dense-cupy", "torch-math"  # references, not peers
