@@ -57,3 +57,15 @@ def test_gradients_of_keys_that_many_heads_share(backend, algorithm):
     grads = rf.attention_backward(dout, q, k, v, out, lse, scale=1.0, backend=backend, algorithm=algorithm)
     for name, found in zip(("dq", "dk", "dv"), grads, strict=True):
         assert_close(name, found, want)
+
+
+@pytest.mark.parametrize("algorithm", ["rowwise", "fa1", "fa2"])
+def test_products_of_numpy_tiled_do_not_hang_on_the_order_of_a_blas(algorithm):
+    """One column: most BLAS libraries add all rows of a block one after the other there, in float32."""
+    q, k, v, dout = (x.astype(np.float32)[None, None] for x in equal_rows(12000, 16, 1, np.random.default_rng(0)))
+    want = reference(q, k, v, dout, scale=1.0)
+    how = dict(scale=1.0, backend="numpy_tiled", algorithm=algorithm, sram=1 << 20)  # blocks of thousands of rows
+    out, lse = rf.attention(q, k, v, return_lse=True, **how)
+    grads = rf.attention_backward(dout, q, k, v, out, lse, **how)
+    for name, found in zip(("out", "lse", "dq", "dk", "dv"), (out, lse, *grads), strict=True):
+        assert_close(name, found, want)

@@ -11,7 +11,7 @@ m := lse, l := 1 is such a pair.
 import numpy as np
 
 from rawflash.backends.numpy_tiled.heads import backward_groups, blocks
-from rawflash.backends.numpy_tiled.memory import Memory
+from rawflash.backends.numpy_tiled.memory import Memory, product
 from rawflash.backends.numpy_tiled.scores import exp_minus
 
 
@@ -43,7 +43,7 @@ def fa1_backward(problem, tiles, x, grads, *, memory=None):
                     P = exp_minus(S, memory.load("lse", head.lse[rows]))
 
                     # dV += P^T dO
-                    dV += head.scores.dropped(P, block).T @ dO
+                    dV += product(head.scores.dropped(P, block).T, dO)
 
                     # dS = P * (dP - gamma) with dP = dO V^T, over P
                     dP = head.scores.dropped(dO @ V.T, block)
@@ -52,11 +52,11 @@ def fa1_backward(problem, tiles, x, grads, *, memory=None):
 
                     # dQ += dS K, in slow memory
                     dQ = memory.load("dQ", dQ_[n][rows])
-                    dQ += dS @ K
+                    dQ += product(dS, K)
                     memory.store("dQ", dQ, dQ_[n][rows])
 
                     # dK += dS^T Q
-                    dK += dS.T @ Q
+                    dK += product(dS.T, Q)
             memory.store("dK", dK, group.dK[j0:j1])
             memory.store("dV", dV, group.dV[j0:j1])
         memory.free()

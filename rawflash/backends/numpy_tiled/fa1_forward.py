@@ -8,7 +8,7 @@ heads that share K and V share the loaded blocks.
 import numpy as np
 
 from rawflash.backends.numpy_tiled.heads import blocks, groups
-from rawflash.backends.numpy_tiled.memory import Memory
+from rawflash.backends.numpy_tiled.memory import Memory, product
 from rawflash.backends.numpy_tiled.scores import exp_minus, finite, log_sum_exp, nonzero, start
 
 
@@ -46,7 +46,7 @@ def fa1_forward(problem, tiles, x, out, lse, *, memory=None):
                     # O = diag(l_new)^-1 (diag(l rescale) O + P V); O over Q
                     O = memory.load("O", O_[n][rows], into="Q or O")
                     O *= (l * rescale)[:, None]
-                    O += head.scores.dropped(P, block) @ V
+                    O += product(head.scores.dropped(P, block), V)
                     O /= nonzero(l_new)[:, None]
                     memory.store("O", O, O_[n][rows])
                     memory.store("m", m_new, m_[n][rows])

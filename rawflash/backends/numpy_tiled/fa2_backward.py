@@ -15,7 +15,7 @@ with Q outside computes dQ, and both compute P and dP.
 import numpy as np
 
 from rawflash.backends.numpy_tiled.heads import backward_groups, blocks
-from rawflash.backends.numpy_tiled.memory import Memory
+from rawflash.backends.numpy_tiled.memory import Memory, product
 from rawflash.backends.numpy_tiled.scores import exp_minus
 from rawflash.tiling import IJ, JI
 
@@ -72,7 +72,7 @@ def _keys_outside(group, Br, Bc, memory, *, with_dQ=True):
                 P = exp_minus(S, lse)
 
                 # dV += P^T dO
-                dV += head.scores.dropped(P, block).T @ dO
+                dV += product(head.scores.dropped(P, block).T, dO)
 
                 # dS = P * (dP - gamma) with dP = dO V^T, over P
                 dP = head.scores.dropped(dO @ V.T, block)
@@ -80,12 +80,12 @@ def _keys_outside(group, Br, Bc, memory, *, with_dQ=True):
                 head.scores.backward(dS, tape)
 
                 # dK += dS^T Q
-                dK += dS.T @ Q
+                dK += product(dS.T, Q)
 
                 # dQ += dS K, in slow memory
                 if with_dQ:
                     dQ = memory.alloc("dQ", Q.shape)
-                    np.matmul(dS, K, out=dQ)
+                    dQ[...] = product(dS, K)
                     memory.add("dQ", dQ, dQ_[n][rows])
         memory.store("dK", dK, group.dK[j0:j1])
         memory.store("dV", dV, group.dV[j0:j1])
@@ -124,7 +124,7 @@ def _queries_outside(group, Br, Bc, memory, *, with_dK_dV=True):
                 # dV += P^T dO, in slow memory
                 if with_dK_dV:
                     dV = memory.alloc("dV", V.shape)
-                    np.matmul(head.scores.dropped(P, block).T, dO, out=dV)
+                    dV[...] = product(head.scores.dropped(P, block).T, dO)
                     memory.add("dV", dV, dV_[keys])
 
                 # dS = P * (dP - gamma) with dP = dO V^T, over P
@@ -135,11 +135,11 @@ def _queries_outside(group, Br, Bc, memory, *, with_dK_dV=True):
                 # dK += dS^T Q, in slow memory
                 if with_dK_dV:
                     dK = memory.alloc("dK", K.shape)
-                    np.matmul(dS.T, Q, out=dK)
+                    dK[...] = product(dS.T, Q)
                     memory.add("dK", dK, dK_[keys])
 
                 # dQ += dS K
-                dQ += dS @ K
+                dQ += product(dS, K)
             memory.store("dQ", dQ, head.dQ[i0:i1])
         memory.free()
     if with_dK_dV:

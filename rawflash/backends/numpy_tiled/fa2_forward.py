@@ -7,7 +7,7 @@ and one of V; O stays and is stored once, with ``lse = m + log l``. Nothing of s
 import numpy as np
 
 from rawflash.backends.numpy_tiled.heads import groups
-from rawflash.backends.numpy_tiled.memory import Memory
+from rawflash.backends.numpy_tiled.memory import Memory, product
 from rawflash.backends.numpy_tiled.scores import exp_minus, finite, log_sum_exp, nonzero, start
 
 
@@ -39,7 +39,7 @@ def fa2_forward(problem, tiles, x, out, lse, *, memory=None):
                     # O = diag(rescale) O + P V; V over K
                     V = memory.load("V", head.V[block.j0 : block.j1], into="K or V")
                     O *= rescale[:, None]
-                    O += head.scores.dropped(P, block) @ V
+                    O += product(head.scores.dropped(P, block), V)
 
                 # O = diag(l)^-1 O
                 O /= nonzero(l)[:, None]

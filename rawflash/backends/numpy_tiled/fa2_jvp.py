@@ -12,7 +12,7 @@ written ``tQ``, ``tS``, ... here, as ``dQ`` is a gradient elsewhere. On chip: Q,
 import numpy as np
 
 from rawflash.backends.numpy_tiled.heads import tangent_groups
-from rawflash.backends.numpy_tiled.memory import Memory
+from rawflash.backends.numpy_tiled.memory import Memory, product
 from rawflash.backends.numpy_tiled.scores import exp_minus, finite, log_sum_exp, nonzero, start
 
 
@@ -52,10 +52,10 @@ def fa2_jvp(problem, tiles, x, given, out, lse, tangent_out, tangent_lse, *, mem
                     tV = memory.load("tV", t.V[block.j0 : block.j1], into="tK or tV")
                     kept = head.scores.dropped(P, block)
                     O *= rescale[:, None]
-                    O += kept @ V
+                    O += product(kept, V)
                     tO *= rescale[:, None]
-                    tO += kept @ tV
-                    tO += (kept * tS) @ V
+                    tO += product(kept, tV)
+                    tO += product(kept * tS, V)
 
                 # O = diag(l)^-1 O, tlse = change / l, tO = diag(l)^-1 tO - diag(tlse) O
                 O /= nonzero(l)[:, None]

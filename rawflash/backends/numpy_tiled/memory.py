@@ -150,3 +150,12 @@ class Memory:
     def __str__(self) -> str:
         bound = "no bound" if self.capacity is None else f"M = {self.capacity}"
         return f"peak {self.peak} elements on chip, {bound}\n{self.traffic()}"
+
+
+def product(A: np.ndarray, B: np.ndarray) -> np.ndarray:
+    """``A @ B``, summed in float64.
+
+    For sums over rows or keys. A BLAS library may add thousands of float32 terms one after the other,
+    which is off by as many roundings; which of them does so, and when, differs from machine to machine.
+    """
+    return np.matmul(A, B, dtype=np.float64)

@@ -10,7 +10,7 @@ either K, V, dK, dV or one block of K or V and one of dK or dV.
 import numpy as np
 
 from rawflash.backends.numpy_tiled.heads import backward_groups
-from rawflash.backends.numpy_tiled.memory import Memory
+from rawflash.backends.numpy_tiled.memory import Memory, product
 from rawflash.backends.numpy_tiled.scores import exp_minus
 from rawflash.tiling import RESIDENT
 
@@ -62,10 +62,10 @@ def rowwise_backward(problem, tiles, x, grads, *, memory=None):
                     V = V_all[j] if resident else memory.load("V", head.V[j], into="K or V")
                     P_dropped = head.scores.dropped(P[:, j], tape.block)
                     if resident:
-                        dV_all[j] += P_dropped.T @ dO
+                        dV_all[j] += product(P_dropped.T, dO)
                     else:
                         dV = memory.alloc("dK or dV", V.shape)
-                        np.matmul(P_dropped.T, dO, out=dV)
+                        dV[...] = product(P_dropped.T, dO)
                         memory.add("dV", dV, dV_[j])
                     dP[:, j] = head.scores.dropped(dO @ V.T, tape.block)
 
@@ -78,12 +78,12 @@ def rowwise_backward(problem, tiles, x, grads, *, memory=None):
                     j = slice(tape.block.j0, tape.block.j1)
                     head.scores.backward(dS[:, j], tape)
                     K = K_all[j] if resident else memory.load("K", head.K[j], into="K or V")
-                    dQ += dS[:, j] @ K
+                    dQ += product(dS[:, j], K)
                     if resident:
-                        dK_all[j] += dS[:, j].T @ Q
+                        dK_all[j] += product(dS[:, j].T, Q)
                     else:
                         dK = memory.alloc("dK or dV", K.shape)
-                        np.matmul(dS[:, j].T, Q, out=dK)
+                        dK[...] = product(dS[:, j].T, Q)
                         memory.add("dK", dK, dK_[j])
                 memory.store("dQ", dQ, head.dQ[i0:i1])
 

@@ -9,7 +9,7 @@ On chip: Q, O, S and either K and V or one block of K or V.
 import numpy as np
 
 from rawflash.backends.numpy_tiled.heads import groups
-from rawflash.backends.numpy_tiled.memory import Memory
+from rawflash.backends.numpy_tiled.memory import Memory, product
 from rawflash.backends.numpy_tiled.scores import exp_minus, finite, log_sum_exp, nonzero
 from rawflash.tiling import RESIDENT
 
@@ -50,6 +50,6 @@ def rowwise_forward(problem, tiles, x, out, lse, *, memory=None):
                 for block in seen_blocks:
                     j = slice(block.j0, block.j1)
                     V = V_all[j] if resident else memory.load("V", head.V[j], into="K or V")
-                    O += head.scores.dropped(P[:, j], block) @ V
+                    O += product(head.scores.dropped(P[:, j], block), V)
                 memory.store("O", O, head.O[i0:i1])
                 memory.store("lse", log_sum_exp(m, l), head.lse[i0:i1])

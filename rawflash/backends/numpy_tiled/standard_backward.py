@@ -10,7 +10,7 @@ result of a product.
 import numpy as np
 
 from rawflash.backends.numpy_tiled.heads import backward_groups, blocks
-from rawflash.backends.numpy_tiled.memory import Memory
+from rawflash.backends.numpy_tiled.memory import Memory, product
 from rawflash.backends.numpy_tiled.scores import Block, exp_minus
 
 
@@ -52,7 +52,7 @@ def _head(problem, tiles, head, dK_, dV_, memory):
         for i0, i1 in head.blocks(tiles.br):
             P = memory.load("P", P_[i0:i1, j0:j1])
             dO = memory.load("dO", head.dO[i0:i1])
-            dV += head.scores.dropped(P, Block(i0, i1, j0, j1)).T @ dO
+            dV += product(head.scores.dropped(P, Block(i0, i1, j0, j1)).T, dO)
         memory.add("dV", dV, dV_[j0:j1])
     memory.free()
 
@@ -88,7 +88,7 @@ def _head(problem, tiles, head, dK_, dV_, memory):
         for j0, j1 in key_blocks:
             dS = memory.load("dS", dS_[i0:i1, j0:j1])
             K = memory.load("K", head.K[j0:j1])
-            dQ += dS @ K
+            dQ += product(dS, K)
         memory.store("dQ", dQ, head.dQ[i0:i1])
     memory.free()
 
@@ -98,6 +98,6 @@ def _head(problem, tiles, head, dK_, dV_, memory):
         for i0, i1 in head.blocks(tiles.br):
             dS = memory.load("dS", dS_[i0:i1, j0:j1])
             Q = memory.load("Q", head.Q[i0:i1])
-            dK += dS.T @ Q
+            dK += product(dS.T, Q)
         memory.add("dK", dK, dK_[j0:j1])
     memory.free()

@@ -9,7 +9,7 @@ the mask.
 import numpy as np
 
 from rawflash.backends.numpy_tiled.heads import blocks, groups
-from rawflash.backends.numpy_tiled.memory import Memory
+from rawflash.backends.numpy_tiled.memory import Memory, product
 from rawflash.backends.numpy_tiled.scores import Block, exp_minus, finite, log_sum_exp, nonzero
 
 
@@ -55,6 +55,6 @@ def _head(problem, tiles, head, memory):
         for j0, j1 in blocks(T_k, tiles.bc):
             P = memory.load("P", P_[i0:i1, j0:j1])
             V = memory.load("V", head.V[j0:j1])
-            O += head.scores.dropped(P, Block(i0, i1, j0, j1)) @ V
+            O += product(head.scores.dropped(P, Block(i0, i1, j0, j1)), V)
         memory.store("O", O, head.O[i0:i1])
     memory.free()
