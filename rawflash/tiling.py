@@ -104,8 +104,8 @@ WGMMA_BACKWARD_AT_ONCE = 128  # Br where dQ goes from registers to its sums, not
 WGMMA_BACKWARD_MOST = 256  # head dimension
 WGMMA_BACKWARD_STAGES, WGMMA_BACKWARD_S = {64: 3, 128: 2}, 2  # blocks of Q and dO on chip at once, by Br, and of dS
 WGMMA_WIDE = 64  # Br and Bc where d or dv is above those of WGMMA_BACKWARD
-WGMMA_WIDE_STAGES = (3, 2)  # the first that fits
-WGMMA_WIDE_DQ = 64  # columns of dQ that one product has; two of them are in registers
+WGMMA_WIDE_STAGES = ((3, 2), (3, 1), (2, 2), (2, 1))  # of Q and dO, and of P, on chip: the first that fit
+WGMMA_WIDE_DQ = 64  # columns of dQ that one product has
 SPLIT_INPUTS = "split inputs"  # family of cupy_raw's float32 kernels of fa2 that read parts which were split before
 SPLIT_PARTS = 3  # bfloat16 numbers of a float32 one
 SPLIT_LEAST = 512  # rows, and keys that a row sees: with fewer, splitting the inputs costs more than it gains
@@ -454,7 +454,7 @@ def _wgmma_backward(problem: Problem, chip: Chip) -> Tiles:
     """The blocks of cuda/sm90/fa2_backward.cu, or of fa2_backward_wide.cu; they fit."""
     d, dv = _padded(problem.d, WGMMA_SLAB), _padded(problem.dv, WGMMA_SLAB)
     if is_wide(problem):
-        return next(tiles for tiles in (_wgmma_wide(chip, d, dv, stages) for stages in WGMMA_WIDE_STAGES) if tiles)
+        return next(tiles for tiles in (_wgmma_wide(chip, d, dv, *stages) for stages in WGMMA_WIDE_STAGES) if tiles)
     br, bc = WGMMA_BACKWARD[max(d, dv)], WGMMA_BACKWARD_KEYS
     stages = WGMMA_BACKWARD_STAGES[br]
     at_once = br == WGMMA_BACKWARD_AT_ONCE and not problem.deterministic
@@ -477,26 +477,26 @@ def _wgmma_backward(problem: Problem, chip: Chip) -> Tiles:
     return Tiles(br, bc, resident, chip.name, chip.on_chip_bytes, JI, family=WGMMA)
 
 
-def _wgmma_wide(chip: Chip, d: int, dv: int, stages: int) -> Tiles | None:
-    """The same with so many blocks of Q and dO on chip, if they fit."""
+def _wgmma_wide(chip: Chip, d: int, dv: int, stages: int, handed: int) -> Tiles | None:
+    """The same with so many blocks of Q and dO, and of P, on chip, if they fit."""
     br = bc = WGMMA_WIDE
     resident = (
         Tile("K", bc, d, 2),
         Tile("V", bc, dv, 2),
         Tile("Q", stages * br, d, 2),
         Tile("dO", stages * br, dv, 2),
-        Tile("P", WGMMA_BACKWARD_S * bc, br, 2),
+        Tile("P", handed * bc, br, 4),
         Tile("dS", WGMMA_BACKWARD_S * bc, br, 2),
         Tile("lse", stages * br, 1, 4),
         Tile("delta", stages * br, 1, 4),
-        Tile("barriers", 2 + 4 * stages, 1, 8),
+        Tile("barriers", 2 + 4 * stages + 2 * handed, 1, 8),
         Tile("S, P", bc, br, 4, REGISTERS),
         Tile("dP, dS", bc, br, 4, REGISTERS),
-        Tile("dQ", br, min(2 * WGMMA_WIDE_DQ, d), 4, REGISTERS),
+        Tile("dQ", br, WGMMA_WIDE_DQ, 4, REGISTERS),
         Tile("dK", bc, d, 4, REGISTERS),
         Tile("dV", bc, dv, 4, REGISTERS),
     )
-    constants = {"STAGES": stages, "DQ_COLUMNS": WGMMA_WIDE_DQ}
+    constants = {"STAGES": stages, "P_TILES": handed, "DQ_COLUMNS": WGMMA_WIDE_DQ}
     tiles = Tiles(
         br, bc, resident, chip.name, chip.on_chip_bytes, JI, family=WGMMA, constants=tuple(constants.items())
     )  # fmt: skip

@@ -18,7 +18,9 @@ from strategies import DTYPES, decode_problems, problems, restride, varlen_probl
 from test_decode import ENTRIES, check_entries
 from test_decode import make as decode
 from test_forward import AWKWARD, awkward, half_hidden, half_visible, make, normal
+from test_long_sums import equal_rows
 from tolerances import assert_close
+from tolerances import reference as reference_of
 
 import rawflash as rf
 from rawflash import arrays, hardware, problem, tiling
@@ -945,6 +947,28 @@ def test_long_calls_in_parts_of_numbers(name, aligned, ran):
             room[..., 1:] = old
             setattr(case, x, room[..., 1:])
     check(case, reference)
+    assert ran.count("split_inputs") == 2
+
+
+@pytest.mark.parametrize("Hq, Tq, causal", [
+    (1, 5000, False), (3, 2048, False), (2, 2112, False), (4, 600, True), (5, 70, False),
+])  # fmt: skip
+def test_gradients_of_many_rows_in_parts_of_numbers(Hq, Tq, causal, ran):
+    """Sums of 2,048 rows, or of a head's, are added where dk and dv lie: an end of both, of one, of none but the last."""
+    case = make(B=1, Hq=Hq, Hkv=1, Tq=Tq, Tk=70, d=16, causal=causal)
+    check(case, case.reference())
+    assert ran.count("split_inputs") == 2
+
+
+def test_errors_of_gradients_do_not_grow_with_the_rows(ran):
+    rng = np.random.default_rng(0)
+    q, k, v, dout = (x.astype(np.float32)[None, None] for x in equal_rows(30000, 16, 16, rng))
+    want = reference_of(q, k, v, dout, scale=1.0)
+    moved = [emulator.to_device(x) for x in (q, k, v, dout)]
+    out, lse = rf.attention(*moved[:3], scale=1.0, return_lse=True)
+    grads = rf.attention_backward(moved[3], *moved[:3], out, lse, scale=1.0)
+    for name, found in zip(("dq", "dk", "dv"), grads, strict=True):
+        assert_close(name, np.asarray(found), want)
     assert ran.count("split_inputs") == 2
 
 

@@ -530,9 +530,11 @@ def test_backward_products_of_warpgroups_overlap(dtype, d, options, tmp_path):
     # What follows the wait for dP, up to a branch or the next products: dP - delta
     behind = [re.split("BRA|WARPGROUP.ARRIVE", part)[0] for part in " ".join(code).split("WARPGROUP.DEPBAR")[1:]]
     computing = [part.partition("FADD")[2] for part in behind if part.count("FADD") == 32]
-    ways = 2 if band or d == 64 else 1  # something is hidden, or missing, or not
-    assert len(computing) == ways * br // 64  # of each 64 rows
-    assert all(part.count("MUFU.EX2") > 16 for part in computing), [part.count("MUFU.EX2") for part in computing]
+    assert len(computing) == (2 if band else 1) * br // 64  # something hidden or not, of each 64 rows
+    # Without a branch before them, exponentials of the second 64 rows are taken as the products before them run:
+    # a branch makes them as many as elsewhere, and the kernel slower (bench/notes/sm90.md, run I)
+    together = computing[:1] if (d, band) == (64, False) else computing
+    assert all(part.count("MUFU.EX2") > 16 for part in together), [part.count("MUFU.EX2") for part in computing]
 
 
 @pytest.mark.parametrize("options", ["plain", "causal", "packed"])

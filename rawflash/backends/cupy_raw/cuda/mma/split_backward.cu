@@ -29,6 +29,8 @@ constexpr int V_AT = tile_bytes(BC, D), Q_AT = V_AT + tile_bytes(BC, DV), O_AT =
 constexpr int S_AT = O_AT + tile_bytes(BR, DV), LSE_AT = S_AT + tile_bytes(BC, BR), DELTA_AT = LSE_AT + BR * 4, WHOLE_AT = DELTA_AT + BR * 4;
 constexpr int PIECE_NUMBERS = 16 * 8;
 constexpr int FAR = 1 << 30;  // beyond all rows and keys of a call that this kernel takes
+// Rows that dK and dV are summed over in registers, as errors of a sum grow with its terms; and rows of a head from which on its end is such an end.
+constexpr int LONGEST_SUM = 2048, LEAST_SUM = 512;
 static_assert(WARPS_K * WARPS_R == WARPS && ROWS % 32 == 0 && WARPS % WARPS_Q == 0 && BR <= THREADS, "whole pieces");
 static_assert(WHOLE_AT + 16 == TILE_BYTES, "the plan's tiles");
 
@@ -141,10 +143,10 @@ __device__ __forceinline__ void put_scores(const unsigned (&words)[NR / 2][PARTS
         }
 }
 
-// Write the gradient of the warp's keys or values. Rows of padding are 0.
+// Write the gradient of the warp's keys or values, or add to it if there is `more` of it. Rows of padding are 0.
 template <int COLUMNS, int N>
 __device__ __forceinline__ void store_keys(
-    const Call& call, const Matrix& matrix, const Sequence& s, long long h_kv, long long j0, const float (&X)[N][4], float factor)
+    const Call& call, const Matrix& matrix, const Sequence& s, long long h_kv, long long j0, const float (&X)[N][4], float factor, bool more)
 {
     const long long keys_end = PACKED ? s.kv_length : call.Tk;
     const int first = THROUGH_MEMORY ? threadIdx.x / WARP_SIZE / WARPS_K * (8 * N) : 0;
@@ -156,8 +158,18 @@ __device__ __forceinline__ void store_keys(
         float* const to = row_of(matrix, s.slot, h_kv, s.k_start + j);
         const bool empty = j >= s.kv_length;
 #pragma unroll
-        for (int n = 0; n < N; n++)
-            store_pair<COLUMNS>(to, first + 8 * n + 2 * lane_t(), empty ? 0.0f : X[n][2 * c] * factor, empty ? 0.0f : X[n][2 * c + 1] * factor);
+        for (int n = 0; n < N; n++) {
+            const int x = first + 8 * n + 2 * lane_t();
+            const float left = empty ? 0.0f : X[n][2 * c] * factor, right = empty ? 0.0f : X[n][2 * c + 1] * factor;
+            if (!more) {
+                store_pair<COLUMNS>(to, x, left, right);
+            } else {  // nobody else's, but a sum that is read takes registers
+                if (x < COLUMNS)
+                    atomicAdd(to + x, left);
+                if (x + 1 < COLUMNS)
+                    atomicAdd(to + x + 1, right);
+            }
+        }
     }
 }
 
@@ -232,9 +244,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) fa2_backward_keys(
 {
     extern __shared__ __align__(LINE_BYTES) unsigned char on_chip[];
     const unsigned base = shared_address(on_chip);
-    float dK[NK][4], dV[NV][4];
-    clear(dK);
-    clear(dV);
     {
         const Owned own = owned_by(call, blockIdx.x);
         const Sequence& s = own.s;
@@ -272,94 +281,106 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) fa2_backward_keys(
             load_output(call, base, from, rows);
         }
 #pragma unroll 1
-        while (heads > 0) {
-            const int before = r;
-            await_groups<0>();
-            __syncthreads();  // Q_i and dO_i are there, at first K_j and V_j; no thread reads dS of the step before
-            const bool full = whole_rows[0] <= r && r + BR <= whole_rows[1];
+        for (;;) {
+            float dK[NK][4], dV[NV][4];
+            clear(dK);
+            clear(dV);
+#pragma unroll 1
+            while (heads > 0) {
+                const int before = r;
+                await_groups<0>();
+                __syncthreads();  // Q_i and dO_i are there, at first K_j and V_j; no thread reads dS of the step before
+                const bool full = whole_rows[0] <= r && r + BR <= whole_rows[1];
 
-            // S^T = K Q^T, P = exp(S - lse)
-            float P[NR][4], dS[NR][4];
-            multiply_keys<D>(P, base, base + Q_AT, zero);
-            const unsigned thread = once_more(threadIdx.x);
-            const int row = thread / WARP_SIZE / WARPS_K * ROWS + thread % 4 * 2;  // the lane's first of the step
+                // S^T = K Q^T, P = exp(S - lse)
+                float P[NR][4], dS[NR][4];
+                multiply_keys<D>(P, base, base + Q_AT, zero);
+                const unsigned thread = once_more(threadIdx.x);
+                const int row = thread / WARP_SIZE / WARPS_K * ROWS + thread % 4 * 2;  // the lane's first of the step
 #pragma unroll
-            for (int n = 0; n < NR; n++) {
-                const float2 two = *reinterpret_cast<const float2*>(on_chip + LSE_AT + 4 * (row + 8 * n));
+                for (int n = 0; n < NR; n++) {
+                    const float2 two = *reinterpret_cast<const float2*>(on_chip + LSE_AT + 4 * (row + 8 * n));
 #pragma unroll
-                for (int e = 0; e < 4; e++) {
-                    const float lse = e % 2 ? two.y : two.x;
-                    const float above = PRODUCTS ? multiply_add(P[n][e], power, -lse * LOG2E) : P[n][e] * power - lse;
-                    const float limited = above > 0 ? 0.0f : above;  // P <= 1, whatever was rounded; NaN stays NaN
-                    P[n][e] = PRODUCTS ? exp2_approximately(limited) : exponential(limited);
+                    for (int e = 0; e < 4; e++) {
+                        const float lse = e % 2 ? two.y : two.x;
+                        const float above = PRODUCTS ? multiply_add(P[n][e], power, -lse * LOG2E) : P[n][e] * power - lse;
+                        const float limited = above > 0 ? 0.0f : above;  // P <= 1, whatever was rounded; NaN stays NaN
+                        P[n][e] = PRODUCTS ? exp2_approximately(limited) : exponential(limited);
+                    }
                 }
-            }
-            if (!full)
-                hide(call, P, r + row);
-            unsigned words[NR / 2][PARTS][4];
-            if constexpr (THROUGH_MEMORY) {
-                split_scores(words, P);
-                put_scores(words, base);
-                __syncthreads();  // P is there
-            }
+                if (!full)
+                    hide(call, P, r + row);
+                unsigned words[NR / 2][PARTS][4];
+                if constexpr (THROUGH_MEMORY) {
+                    split_scores(words, P);
+                    put_scores(words, base);
+                    __syncthreads();  // P is there
+                }
 
-            // dP^T = V dO^T, dS = P (dP - delta)
-            multiply_keys<DV>(dS, base + V_AT, base + O_AT, zero);
+                // dP^T = V dO^T, dS = P (dP - delta)
+                multiply_keys<DV>(dS, base + V_AT, base + O_AT, zero);
 #pragma unroll
-            for (int n = 0; n < NR; n++) {
-                const float2 two = *reinterpret_cast<const float2*>(on_chip + DELTA_AT + 4 * (row + 8 * n));
-#pragma unroll
-                for (int e = 0; e < 4; e++)
-                    dS[n][e] = P[n][e] * (dS[n][e] - (e % 2 ? two.y : two.x));
-            }
-            if (!full) {  // by selection: dP of a hidden key may have overflown
-#pragma unroll
-                for (int n = 0; n < NR; n++)
+                for (int n = 0; n < NR; n++) {
+                    const float2 two = *reinterpret_cast<const float2*>(on_chip + DELTA_AT + 4 * (row + 8 * n));
 #pragma unroll
                     for (int e = 0; e < 4; e++)
-                        if (is_hidden(P[n][e]))
-                            dS[n][e] = 0;
+                        dS[n][e] = P[n][e] * (dS[n][e] - (e % 2 ? two.y : two.x));
+                }
+                if (!full) {  // by selection: dP of a hidden key may have overflown
+#pragma unroll
+                    for (int n = 0; n < NR; n++)
+#pragma unroll
+                        for (int e = 0; e < 4; e++)
+                            if (is_hidden(P[n][e]))
+                                dS[n][e] = 0;
+                }
+
+                // dV += P^T dO
+                if constexpr (!THROUGH_MEMORY)
+                    split_scores(words, P);
+                add_rows<DV>(dV, words, base, base + O_AT, zero);
+                const unsigned patch_before = patch;
+                r += BR;
+                from += BR;
+                patch += BR / 16;
+                if (r >= rows) {
+                    heads--;
+                    from += (unsigned)call.rows_q - r;
+                    patch += (unsigned)call.parts - r / 16;
+                    r = 0;
+                }
+                __syncthreads();  // no thread reads P and dO_i any more
+                if (heads > 0)
+                    load_output(call, base, from, rows - r);
+
+                // dK += dS^T Q
+                split_scores(words, dS);
+                put_scores(words, base);
+                if constexpr (THROUGH_MEMORY)
+                    __syncthreads();  // dS is there
+                add_rows<D>(dK, words, base, base + Q_AT, zero);
+                __syncthreads();  // dS is there, and no thread reads Q_i any more
+                if (heads > 0)
+                    load_queries(call, on_chip, from, rows - r);
+
+                // dQ_i += dS K
+                const int patch_of_warp = once_more(threadIdx.x) / WARP_SIZE % WARPS_Q;
+                if (before + 16 * patch_of_warp < rows)
+                    add_queries(patch_of(call, patch_before + patch_of_warp), base, zero);
+                if (r % LONGEST_SUM == 0 && rows >= LEAST_SUM)
+                    break;
             }
 
-            // dV += P^T dO
-            if constexpr (!THROUGH_MEMORY)
-                split_scores(words, P);
-            add_rows<DV>(dV, words, base, base + O_AT, zero);
-            const unsigned patch_before = patch;
-            r += BR;
-            from += BR;
-            patch += BR / 16;
-            if (r >= rows) {
-                heads--;
-                from += (unsigned)call.rows_q - r;
-                patch += (unsigned)call.parts - r / 16;
-                r = 0;
-            }
-            __syncthreads();  // no thread reads P and dO_i any more
-            if (heads > 0)
-                load_output(call, base, from, rows - r);
-
-            // dK += dS^T Q
-            split_scores(words, dS);
-            put_scores(words, base);
-            if constexpr (THROUGH_MEMORY)
-                __syncthreads();  // dS is there
-            add_rows<D>(dK, words, base, base + Q_AT, zero);
-            __syncthreads();  // dS is there, and no thread reads Q_i any more
-            if (heads > 0)
-                load_queries(call, on_chip, from, rows - r);
-
-            // dQ_i += dS K
-            const int patch_of_warp = once_more(threadIdx.x) / WARP_SIZE % WARPS_Q;
-            if (before + 16 * patch_of_warp < rows)
-                add_queries(patch_of(call, patch_before + patch_of_warp), base, zero);
+            // Write dK_j, dV_j, or what these rows add to them
+            const Owned again = owned_by(call, once_more(blockIdx.x));
+            const int all = (int)((unsigned)call.Hq / once_more((unsigned)call.Hkv));
+            const bool first = rows < LEAST_SUM || (rows > LONGEST_SUM ? heads == all && r == LONGEST_SUM : heads == all - 1);
+            store_keys<D>(call, call.dk, again.s, again.h_kv, again.j0, dK, float(call.scale), !first);
+            store_keys<DV>(call, call.dv, again.s, again.h_kv, again.j0, dV, 1.0f, !first);
+            if (heads == 0)
+                break;
         }
     }
-
-    // Write dK_j, dV_j
-    const Owned own = owned_by(call, once_more(blockIdx.x));
-    store_keys<D>(call, call.dk, own.s, own.h_kv, own.j0, dK, float(call.scale));
-    store_keys<DV>(call, call.dv, own.s, own.h_kv, own.j0, dV, 1.0f);
 }
 
 // dQ = scale * the sum that the atomic additions made. A warp has a patch at a time. Rows of padding hold 0.

@@ -359,8 +359,7 @@ __device__ __forceinline__ void compute_all(const Call& call, const Work& work, 
             begin_dP(0);
             await_products<1>();  // S
 
-            // Nothing is hidden; or, without a band, no key is missing: both ways are the same there, but a branch keeps exponentials behind it
-            const bool plain = BAND ? i0 >= plain_from && i0 + BR <= plain_to : PARTS == 1 || left == BC;
+            const bool plain = i0 >= plain_from && i0 + BR <= plain_to;
             unsigned P[BR / SUM][4], dS[BR / SUM][4];
 #pragma unroll
             for (int r = 0; r < PARTS; r++) {
@@ -407,12 +406,12 @@ __device__ __forceinline__ void compute_all(const Call& call, const Work& work, 
                             store_factor<BC>(tile, first_key, row, dS[row]);
                     }
                 };
-                if (plain) {
+                if (!BAND || plain) {
                     float unit[1] = {scale};
                     pin(unit);  // another number to the compiler, which would take exponentials before this place
                     differentiate(false, unit[0]);
                 } else {
-                    differentiate(BAND, scale);
+                    differentiate(true, scale);
                 }
 
                 // dV += P^T dO

@@ -3,13 +3,13 @@
 //
 // fa2_backward_keys: a block of threads owns Bc = 64 keys of one key head and runs over the Q blocks of all query heads that share it. No
 // warpgroup could hold dK and dV of so many columns, so each of three has products of its own, and hands on what the next one needs:
-//   scores   S^T = K Q^T, P = exp(S - lse), dV += P^T dO, with P^T in registers and dV in 128 more of them; P in 16 bits goes to
+//   scores   S^T = K Q^T, P = exp(S - lse), dV += P^T dO, with P^T in registers and dV in 128 more of them; P in 32 bits goes to
 //   slopes   dP^T = V dO^T, dS = P (dP - delta), dK += dS^T Q, with dS^T in registers; dS^T in 16 bits goes to
 //   rows     dQ_i = dS K, added to float32 sums in device memory, in the order in which the registers hold it.
 // They run behind each other, up to two steps apart, without a barrier of all; a fourth warpgroup copies (tensor maps): one warp Q and lse,
 // one dO and delta. While one exponentiates or adds, others multiply.
-// On chip:  K (Bc, d), V (Bc, dv), two or three Q (Br, d) and dO (Br, dv), two P^T and two dS^T (Bc, Br) in 16 bits, lse and delta (Br) with Q
-//           and dO; barriers; in registers S (Bc, Br), dP (Bc, Br), dK (Bc, d), dV (Bc, dv), dQ (Br, some columns).
+// On chip:  K (Bc, d), V (Bc, dv), two or three Q (Br, d) and dO (Br, dv), one or two P^T (Bc, Br) in 32 bits and two dS^T in 16, lse and delta
+//           (Br) with Q and dO; barriers; in registers S (Bc, Br), dP (Bc, Br), dK (Bc, d), dV (Bc, dv), dQ (Br, some columns).
 // Per step:  read for products K, Q, V and dO along the sums, dO and Q across, dS and K across for each 64 columns of dQ; P and dS written and P
 //           read; dQ added to device memory.
 //
@@ -19,42 +19,41 @@
 // them are, too: of such a row, lse is +infinity, hence P = 0; such a key is hidden as the band hides others.
 // Both start from delta = rowsum(dO * O) - dlse (side_gradients.cu).
 //
-// dS comes from P in 16 bits. Where these are float16, P is 2^15 times as large, so that it is a normal number down to 2^-29: as far as P counts.
+// dS comes from P in 32 bits, dV from P in 16. Where these are float16, P is 2^15 times as large in both, so that it is a normal number down to
+// 2^-29: as far as P counts.
 
 #include "backward.cuh"
 
 constexpr int SCORES = 1, SLOPES = 2, ROWS_OF_Q = 3, GROUPS = 4;  // warpgroups; 0 copies
 constexpr int KEYS_THREADS = GROUPS * WARPGROUP;
-constexpr int HANDED = 2;  // of P and dS each, on chip
-constexpr bool P_WAITS = STAGES > HANDED;  // else Q of a step is there only after P of two steps before was read
+constexpr int HANDED = 2;  // of dS, on chip
+constexpr bool P_WAITS = STAGES > P_TILES;  // else Q of a step is there only after the P that was read where its own goes
 static_assert(BR == SLAB && BC == 64, "one warpgroup's rows of a product, and one slab of them");
 
-// Does S of a step begin while dV of the step before is under way, and dP while dK is? Then P and dS are kept longer, and dQ has fewer registers:
-// with sums of 256 columns, too few to compute some of it while others are added.
+// Does S of a step begin while dV of the step before is under way, and dP while dK is? Then P and dS are kept longer, for which sums of 256 columns
+// leave no registers.
 constexpr bool OVERLAP = TO_D < 256 && TO_V < 256;
 // Registers of a thread: beside sums of a warpgroup's own there are S, P and what a loop needs; dQ has the rest.
-__device__ constexpr int registers_with(int columns) { return columns == 256 ? (OVERLAP ? 208 : 192) : columns == 192 ? 176 : 168; }
-constexpr int SCORES_REGISTERS = registers_with(TO_V), SLOPES_REGISTERS = registers_with(TO_D), COPYING_REGISTERS = TO_D + TO_V == 512 ? 24 : 40;
+__device__ constexpr int registers_with(int columns) { return columns == 256 ? 200 : columns == 192 ? 184 : 160; }
+constexpr int SCORES_REGISTERS = registers_with(TO_V), SLOPES_REGISTERS = registers_with(TO_D), COPYING_REGISTERS = TO_D + TO_V >= 448 ? 24 : 40;
 constexpr int REST = 65536 / WARPGROUP - COPYING_REGISTERS - SCORES_REGISTERS - SLOPES_REGISTERS;
 constexpr int ROWS_REGISTERS = REST < 240 ? REST : 240;
 // Columns of one product: the assembler takes no 256 in a kernel of so many threads.
 __device__ constexpr int at_a_time(int columns) { return columns == 256 ? 128 : columns; }
 constexpr int PATCH = BR * DQ_COLUMNS, PATCHES = TO_D / DQ_COLUMNS;  // of dQ's sums
-constexpr bool AHEAD = PATCHES > 1 && DQ_COLUMNS + 40 <= ROWS_REGISTERS;  // is there room for two, so that one is computed while one is added?
 static_assert(TO_D % DQ_COLUMNS == 0 && DQ_COLUMNS / 2 + 40 <= ROWS_REGISTERS, "what tiling.py says of dQ's columns");
 
 // Where things are on chip, in bytes.
-constexpr int Q_BYTES = BR * TO_D * 2, DO_BYTES = BR * TO_V * 2, TILE = BC * BR * 2;  // of one of them
+constexpr int Q_BYTES = BR * TO_D * 2, DO_BYTES = BR * TO_V * 2, P_BYTES = BC * BR * 4, TILE = BC * BR * 2;  // of one of them; of dS
 constexpr int AT_K = 0, AT_V = AT_K + BC * TO_D * 2, AT_Q = AT_V + BC * TO_V * 2, AT_DO = AT_Q + STAGES * Q_BYTES;
-constexpr int AT_P = AT_DO + STAGES * DO_BYTES, AT_DS = AT_P + HANDED * TILE, AT_LSE = AT_DS + HANDED * TILE;
+constexpr int AT_P = AT_DO + STAGES * DO_BYTES, AT_DS = AT_P + P_TILES * P_BYTES, AT_LSE = AT_DS + HANDED * TILE;
 constexpr int AT_DELTA = AT_LSE + STAGES * BR * 4, AT_BARRIERS = AT_DELTA + STAGES * BR * 4;
 constexpr int K_THERE = 0, V_THERE = 1, Q_THERE = 2, O_THERE = Q_THERE + STAGES, Q_READ = O_THERE + STAGES, O_READ = Q_READ + STAGES;
-constexpr int BARRIERS = O_READ + STAGES;
+constexpr int P_THERE = O_READ + STAGES, P_READ = P_THERE + P_TILES, BARRIERS = P_READ + P_TILES;
 static_assert(AT_BARRIERS + BARRIERS * 8 == TILE_BYTES, "tiling.py and this file disagree on what is on chip");
 
-// Named barriers: of all that compute, of the two with Q and dO, of one of these; P and dS are there, or read, each of two.
-constexpr int ALL_MEET = 1, BOTH_MEET = 2, ONE_MEETS = 3, P_THERE = 5, P_READ = P_THERE + HANDED, DS_THERE = P_READ + HANDED;
-constexpr int DS_READ = DS_THERE + HANDED;
+// Named barriers: of all that compute, of the two with Q and dO, of one of these; dS is there, or read, each of two.
+constexpr int ALL_MEET = 1, BOTH_MEET = 2, ONE_MEETS = 3, DS_THERE = 5, DS_READ = DS_THERE + HANDED;
 constexpr int COMPUTING = (GROUPS - 1) * WARPGROUP, BOTH = 2 * WARPGROUP;  // threads
 
 constexpr int P_POWER = TYPE == FLOAT16 ? 15 : 0;  // P on chip is 2^P_POWER times as large
@@ -242,7 +241,7 @@ __device__ __forceinline__ void compute_scores(const Call& call, const Work& wor
 
         await_keys(call, work, on_chip, barriers);
         for (int steps = work.steps; steps > 0; steps--) {
-            const int stage = at.stage, part = steps % HANDED;
+            const int stage = at.stage, part = steps % P_TILES;
 
             const auto dispose = [&]() {
                 await_products<OVERLAP ? 1 : 0>();  // dV of the step before
@@ -286,13 +285,13 @@ __device__ __forceinline__ void compute_scores(const Call& call, const Work& wor
                 to_factor(P[n], x, n);
 
             // The other warpgroup has the same numbers of P in the same threads
-            if (P_WAITS && work.steps - steps >= HANDED)
-                meet(P_READ + part, BOTH);
-            uint4* const tile = (uint4*)(on_chip + AT_P + part * TILE) + y;
+            if (P_WAITS && work.steps - steps >= P_TILES)
+                await(barriers + P_READ + part, ((work.steps - steps) / P_TILES & 1) ^ 1);
+            float4* const tile = (float4*)(on_chip + AT_P + part * P_BYTES) + y;
 #pragma unroll
-            for (int n = 0; n < BR / SUM; n++)
-                tile[n * WARPGROUP] = make_uint4(P[n][0], P[n][1], P[n][2], P[n][3]);
-            announce(P_THERE + part, BOTH);
+            for (int n = 0; n < BR / 8; n++)
+                tile[n * WARPGROUP] = make_float4(x[4 * n], x[4 * n + 1], x[4 * n + 2], x[4 * n + 3]);
+            arrive_as_warp(barriers + P_THERE + part, lane);
 
             // dV += P^T dO
             await(barriers + O_THERE + stage, at.parity);
@@ -348,29 +347,25 @@ __device__ __forceinline__ void compute_slopes(const Call& call, const Work& wor
             if constexpr (OVERLAP)
                 dispose();
 
-            meet(P_THERE + part, BOTH);
-            uint4 P[BR / SUM];
-            const uint4* const from = (const uint4*)(on_chip + AT_P + part * TILE) + y;
-#pragma unroll
-            for (int n = 0; n < BR / SUM; n++)
-                P[n] = from[n * WARPGROUP];
-            if (P_WAITS && steps > HANDED)
-                announce(P_READ + part, BOTH);
+            const int place = steps % P_TILES;
+            await(barriers + P_THERE + place, (work.steps - steps) / P_TILES & 1);
             await_products<0>();  // dP
 
             // dS = P (dP - delta)
             const float2* const delta = (const float2*)(on_chip + AT_DELTA) + stage * (BR / 2) + lane % 4;
+            const float4* const from = (const float4*)(on_chip + AT_P + place * P_BYTES) + y;
             float x[BR / 2];
 #pragma unroll
-            for (int n = 0; n < BR / SUM; n++) {
-                const unsigned pairs[4] = {P[n].x, P[n].y, P[n].z, P[n].w};
-#pragma unroll
-                for (int e = 0; e < 8; e++) {
-                    const int m = 8 * n + e;
-                    const float minus = m % 2 ? -delta[m / 4 * 4].y : -delta[m / 4 * 4].x;
-                    x[m] = widen<TYPE>((elem)(pairs[e / 2] >> 16 * (e % 2))) * fmaf(dP[m], P_LESS, minus);
-                }
+            for (int n = 0; n < BR / 8; n++) {
+                const float4 P = from[n * WARPGROUP];
+                const float2 minus = delta[4 * n];
+                x[4 * n] = P.x * fmaf(dP[4 * n], P_LESS, -minus.x);
+                x[4 * n + 1] = P.y * fmaf(dP[4 * n + 1], P_LESS, -minus.y);
+                x[4 * n + 2] = P.z * fmaf(dP[4 * n + 2], P_LESS, -minus.x);
+                x[4 * n + 3] = P.w * fmaf(dP[4 * n + 3], P_LESS, -minus.y);
             }
+            if (P_WAITS && steps > P_TILES)
+                arrive_as_warp(barriers + P_READ + place, lane);
             seen.hide(x, i0);
             unsigned dS[BR / SUM][4];
 #pragma unroll
@@ -419,32 +414,18 @@ __device__ __forceinline__ void compute_rows(const Call& call, const Work& work,
     await_keys(call, work, on_chip, barriers);
     for (int steps = work.steps; steps > 0; steps--) {
         const int part = steps % HANDED;
-        float dQ[AHEAD ? 2 : 1][DQ_COLUMNS / 2];
-
-        // dQ_i = dS K
-        const auto begin_dQ = [&](float (&x)[DQ_COLUMNS / 2], int patch) {
+        meet(DS_THERE + part, BOTH);
+#pragma unroll
+        for (int patch = 0; patch < PATCHES; patch++) {
+            // dQ_i = dS K
+            float x[DQ_COLUMNS / 2];
             fence_products();
 #pragma unroll
             for (int n = 0; n < BC / SUM; n++)
                 multiply_ss<DQ_COLUMNS, true, true>(x, moved(dS_across, n * ROW_STEP) + part * (TILE >> 4),
                                                     moved(K_across, patch * (DQ_COLUMNS / SLAB) * BC * SLAB_ROW + n * ROW_STEP), n > 0);
             commit_products();
-        };
-
-        meet(DS_THERE + part, BOTH);
-        if constexpr (AHEAD)
-            begin_dQ(dQ[0], 0);
-#pragma unroll
-        for (int patch = 0; patch < PATCHES; patch++) {
-            float(&x)[DQ_COLUMNS / 2] = dQ[AHEAD ? patch % 2 : 0];
-            if constexpr (!AHEAD)
-                begin_dQ(x, patch);
-            else if (patch + 1 < PATCHES)
-                begin_dQ(dQ[(patch + 1) % 2], patch + 1);
-            if (AHEAD && patch + 1 < PATCHES)
-                await_products<1>();  // x
-            else
-                await_products<0>();  // x
+            await_products<0>();  // x
             if (patch + 1 == PATCHES && steps > HANDED)
                 announce(DS_READ + part, BOTH);
 #pragma unroll
@@ -480,6 +461,10 @@ extern "C" __global__ void __launch_bounds__(KEYS_THREADS, 1) fa2_backward_keys(
             init_barrier(barriers + O_THERE + n, 1 + WARP_LANES);
             init_barrier(barriers + Q_READ + n, BOTH / WARP_LANES * ARRIVALS);
             init_barrier(barriers + O_READ + n, BOTH / WARP_LANES * ARRIVALS);
+        }
+        for (int n = 0; n < P_TILES; n++) {
+            init_barrier(barriers + P_THERE + n, WARPS * ARRIVALS);
+            init_barrier(barriers + P_READ + n, WARPS * ARRIVALS);
         }
         fence_barriers();
     }
