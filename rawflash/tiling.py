@@ -196,7 +196,7 @@ class WarpgroupForward:
 WGMMA_FORWARD = {
     64: (WarpgroupForward(256, 64, turns=False, stages=8, least=193, own=True), WarpgroupForward(128, 128)),
     128: (
-        WarpgroupForward(192, 64, turns=False, stages=4, least=193, most=4096, band=True, own=True),
+        WarpgroupForward(192, 64, turns=False, stages=4, least=193, most=8192, band=True, own=True),
         WarpgroupForward(128, 128, q_stays=True),
         WarpgroupForward(128, 96),
     ),

@@ -33,6 +33,7 @@
 
 constexpr int ROWS = 64;  // of a warpgroup
 constexpr int CONSUMERS = BR / ROWS, WARP_SIZE = 32, WARPS = 4 * CONSUMERS;
+constexpr bool BESIDE = CONSUMERS < 4;  // exponentials beside the warpgroup's own products; beside those of four there are others' anyhow
 constexpr int ALL_THREADS = WARPGROUP * (1 + CONSUMERS), WARP_ROWS = 16;
 constexpr int SLABS_D = ceil_div(D, SLAB), SLABS_V = ceil_div(DV, SLAB);
 constexpr int Q_BYTES = BR * SLABS_D * SLAB_ROW, K_BYTES = BC * SLABS_D * SLAB_ROW;
@@ -620,7 +621,7 @@ struct Consumer {
         begin_output(v);
         if constexpr (TURNS)
             announce(FIRST_TURN + (group + 1) % CONSUMERS, 2 * WARPGROUP);
-        await_products<1>();  // S_j is there, and nobody reads K_j
+        await_products<BESIDE ? 1 : 0>();  // S_j is there, and nobody reads K_j
         if (leads())
             arrive(&rest.empty_K[k]);
         finish_scores<MASKED>(piece, j0);
