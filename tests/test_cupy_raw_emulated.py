@@ -223,6 +223,7 @@ def test_scores_near_the_largest_float32(device_by_name, name, dtype):
 
 @pytest.mark.parametrize("chip, dtype, size, T", [
     ("sm_90", "float32", 1e5, 512), ("sm_90", "float32", 1e10, 512), ("sm_90", "float16", 6e4, 70),
+    ("sm_80", "float16", 6e4, 140), ("sm_80", "bfloat16", 1e5, 140), ("sm_80", "bfloat16", 1e10, 140),
 ])  # fmt: skip
 def test_scores_beyond_what_float32_tells_apart(chip, dtype, size, T, device, monkeypatch):
     """Scores of 1e9 to 1e20: as powers of two, m is rounded by more than P may exceed 1."""
@@ -231,10 +232,13 @@ def test_scores_beyond_what_float32_tells_apart(chip, dtype, size, T, device, mo
     rng = np.random.default_rng(0)
     for array, most in ((case.q, size), (case.k, size), (case.v, 1)):
         array[:] = most * rng.random(array.shape)
-    reference = case.reference()
-    out, lse = on_device(case).forward()
-    assert_close("out", np.asarray(out), reference)
-    assert_close("lse", np.asarray(lse), reference)
+    case.q[:, :, 1::4] *= -1  # their scores are far below 0
+    case.q[:, :, 2::4] = 0  # and these are not far from it, in the same warp
+    for causal in (False, True):
+        reference = case.reference(causal=causal)
+        out, lse = on_device(case).forward(causal=causal)
+        assert_close("out", np.asarray(out), reference)
+        assert_close("lse", np.asarray(lse), reference)
 
 
 def test_a_bias_of_minus_infinity_hides_what_overflows(device_by_name):

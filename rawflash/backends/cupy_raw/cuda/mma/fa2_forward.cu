@@ -47,6 +47,7 @@ constexpr int ROW_LANES = 4;
 // Scores without options stay products q.k, and what makes them powers of two is multiplied to them where a sum is formed anyway. Others are
 // in natural units, and the difference comes first: a large one times log2(e) could overflow.
 constexpr bool PRODUCTS = PLAIN && SCALE_LATER;
+constexpr float MOST_SHIFT = 16777216.0f;  // 2^24 powers of two: up to there m, multiplied by the scale, is rounded by 1/2
 constexpr float GROWTH = 8;  // powers of two by which P may exceed 1 before m follows
 constexpr float LN2 = 0.6931471805599453f;
 
@@ -268,9 +269,30 @@ __device__ __forceinline__ void softmax_step(float (&S)[MT][NS][4], float (&O)[M
             }
         }
     }
+    // m is rounded, and in a fused product a score is not: far from 0 they could lie whole powers of two apart. There scores are rounded as m was,
+    // and what is left of them when m has been taken away is small.
+    bool beyond = false;
+    if constexpr (PRODUCTS) {
+#pragma unroll
+        for (int r = 0; r < ROWS; r++)
+            beyond |= fabsf(m[r]) >= MOST_SHIFT && m[r] != -INFINITE;
+    }
+    const bool far = PRODUCTS && __any_sync(WARP, beyond);
+    if (far) {
+        const float whole = reciprocal_approximately(__uint_as_float(once_more(__float_as_uint(power))));
+#pragma unroll
+        for (int r = 0; r < ROWS; r++)
+#pragma unroll
+            for (int n = 0; n < NS; n++)
+#pragma unroll
+                for (int e = r % 2 * 2; e < r % 2 * 2 + 2; e++) {
+                    float& s = S[r / 2][n][e];
+                    s = m[r] == -INFINITE ? s : (__fmul_rn(s, power) - m[r]) * whole;
+                }
+    }
 #pragma unroll
     for (int r = 0; r < ROWS; r++) {
-        const float shift = m[r] == -INFINITE ? 0.0f : m[r];  // a row that has seen no key: 2^(-inf - 0) is 0
+        const float shift = far | (m[r] == -INFINITE) ? 0.0f : m[r];  // a row that has seen no key: 2^(-inf - 0) is 0
 #pragma unroll
         for (int n = 0; n < NS; n++)
 #pragma unroll
