@@ -2,6 +2,7 @@
 
     python tests/sanitize.py                            # memcheck, racecheck, synccheck, initcheck
     python tests/sanitize.py --tools memcheck racecheck
+    python tests/sanitize.py --tools racecheck --resume # the calls that a run before this one left, of the same kernels
     python tests/sanitize.py --logs FOLDER              # keeps all that the tools say, a file for each
 
 A run of all tests would take hours: a sanitized kernel is 10 to 100 times slower. Here are small calls instead that
@@ -252,6 +253,11 @@ def usable():
     return True
 
 
+def in_order():
+    """The calls as they begin: those of numba_cuda first, which take longest."""
+    return sorted(cases().items(), key=lambda call: not call[0].startswith("numba_cuda"))
+
+
 def child(folder, seconds):
     """Run calls that no other process has taken, by a file in the folder; the last line tells what ran."""
     import cupy
@@ -271,8 +277,7 @@ def child(folder, seconds):
     python.load = lambda file, *arguments: Noting(
         python_load(file, *arguments), f"numba_cuda/{file}.py", ran["kernels"]
     )
-    # Those of numba_cuda take longest, so they begin first
-    for n, (name, case) in enumerate(sorted(cases().items(), key=lambda call: not call[0].startswith("numba_cuda"))):
+    for n, (name, case) in enumerate(in_order()):
         if time.monotonic() > end:
             break
         try:
@@ -338,9 +343,12 @@ def run(command, limit, **environment):
         return status, output.read().decode(errors="replace")
 
 
-def shared(prefix, limit):
-    """Run all calls, each process under ``prefix``: exit statuses and outputs."""
+def shared(prefix, limit, done=()):
+    """Run all calls that are not ``done``, each process under ``prefix``: exit statuses and outputs."""
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(PROCESSES) as pool:
+        for n, (name, _) in enumerate(in_order()):
+            if name in done:
+                Path(folder, str(n)).touch()  # as if another process had it
         begin = BEGIN_SLOW if "racecheck" in prefix else BEGIN
         work = [sys.executable, __file__, "--child", folder, str(begin * limit)]
         gpus = devices()
@@ -352,13 +360,15 @@ def shared(prefix, limit):
         return list(pool.map(under, range(PROCESSES)))
 
 
-def outcome(name, results, tool=True):
+def outcome(name, results, tool=True, before=None):
     """What goes on record of a tool: errors that it told, and the calls and kernels that ran; shows what went wrong.
 
     Calls count where their process came to its end and the tool told how many errors there were. "not done" are the
-    others, and those with results that are wrong. "clean": there are none of these, and no errors.
+    others, and those with results that are wrong. "clean": there are none of these, and no errors. ``before``: what is
+    on record, to which this is added.
     """
-    errors, kernels, calls = 0, set(), set()
+    before = before or {"errors": 0, "kernels": [], "calls": 0, "not done": [*cases()]}
+    errors, kernels, calls = before["errors"], set(before["kernels"]), done_by(before)
     for status, output in results:
         ran = re.search(f"^{RAN}(.*)$", output, re.MULTILINE)
         told = [int(one or other) for one, other in SUMMARY.findall(output)]
@@ -375,6 +385,13 @@ def outcome(name, results, tool=True):
             "kernels": sorted(kernels)}  # fmt: skip
 
 
+def done_by(entry):
+    """The calls that a tool on record has done; none, if there were other calls then."""
+    calls = {*cases()}
+    same = len(calls) == entry["calls"] + len(entry["not done"]) and calls >= {*entry["not done"]}
+    return calls - {*entry["not done"]} if same else set()
+
+
 def keep(logs, name, results):
     """All that the processes of a tool said, in a file of their own."""
     if logs is not None:
@@ -386,6 +403,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tools", nargs="+", choices=TOOLS, default=list(TOOLS))
     parser.add_argument("--seconds", type=float, default=540, help="for everything; a tool gets its share of the rest")
+    parser.add_argument("--resume", action="store_true", help="do not run what is on record of these kernels again")
     parser.add_argument("--logs", type=Path, metavar="FOLDER", help="keep all that the tools say")
     parser.add_argument("--child", nargs=2, metavar=("FOLDER", "SECONDS"), help="run calls, without a tool")
     arguments = parser.parse_args()
@@ -410,9 +428,10 @@ def main():
     for n, tool in enumerate(arguments.tools):
         start = time.monotonic()
         limit = max(10.0, min(LIMIT, (end - start) / (len(arguments.tools) - n)))
-        results = shared([path, "--tool", tool, *COMMON, *TOOLS[tool]], limit)
+        old = before.get(tool) if same and arguments.resume else None
+        results = shared([path, "--tool", tool, *COMMON, *TOOLS[tool]], limit, done_by(old) if old else ())
         keep(arguments.logs, tool, results)
-        entries[tool] = entry = outcome(tool, results)
+        entries[tool] = entry = outcome(tool, results, before=old)
         print(f"{tool}: ERROR SUMMARY: {entry['errors']} errors in {entry['calls']} calls, not done: "
               f"{entry['not done'] or 'none'}; {time.monotonic() - start:.0f} s", flush=True)  # fmt: skip
         gpu_record.write(gpu_record.read() | {"sanitizer": about | entries})

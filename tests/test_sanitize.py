@@ -1,6 +1,7 @@
 """The calls of sanitize.py and how it reads compute-sanitizer, without either the tool or a GPU."""
 
 import json
+import os
 import re
 import sys
 from contextlib import nullcontext
@@ -112,6 +113,24 @@ def test_a_tool_that_has_not_seen_a_call_finds_nothing_clean(result, few):
     assert entry["not done"] == ["plain"] and entry["calls"] == 1 and not entry["clean"]
 
 
+def test_a_run_goes_on_with_what_is_left(monkeypatch, few):
+    """Calls that are done are taken already; errors on record stay errors."""
+    taken = []
+    monkeypatch.setattr(sanitize, "PROCESSES", 1)
+    monkeypatch.setattr(sanitize, "devices", lambda: ["0"])
+    monkeypatch.setattr(sanitize, "run", lambda command, *_, **__: taken.extend(os.listdir(command[-2])))
+    old = sanitize.outcome("a tool", [(0, OTHER + CLEAN.replace("0 errors", "2 errors"))])
+    assert old["not done"] == ["plain"] and sanitize.done_by(old) == {"mask"}
+    sanitize.shared(["tool"], 100, sanitize.done_by(old))
+    assert taken == ["1"]
+    rest = RAN.replace(', "mask"', "").replace('"a.cu f", ', '"a.cu h", ')
+    assert sanitize.outcome("a tool", [(0, rest + CLEAN)], before=old) == {
+        "clean": False, "errors": 2, "calls": 2, "not done": [], "kernels": ["a.cu f", "a.cu g", "a.cu h"],
+    }  # fmt: skip
+    clean = sanitize.outcome("a tool", [(0, OTHER + CLEAN)])
+    assert sanitize.outcome("a tool", [(0, rest + CLEAN)], before=clean)["clean"]
+
+
 def test_a_command_that_hangs_is_ended_with_what_it_started():
     sleep = "import time; print('here', flush=True); time.sleep(600)"
     outer = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {sleep!r}])"
@@ -168,16 +187,18 @@ def test_what_goes_on_record(monkeypatch, tmp_path, few):
     """Tools that were not asked for keep their entry, unless it is of other kernels; if a tool dies the others stay."""
     monkeypatch.setattr(gpu_record, "RECORD", tmp_path / "gpu_record.json")
     monkeypatch.setattr(sanitize, "sanitizer", lambda: ("compute-sanitizer", "2025.3"))
-    errors = {"memcheck": 0, "racecheck": 2, "synccheck": 0}
+    errors, asked = {"memcheck": 0, "racecheck": 2, "synccheck": 0}, set()
 
-    def shared(prefix, limit):
+    def shared(prefix, limit, done=()):
+        asked.clear()
+        asked.update(done)
         tool = prefix[2] if prefix else None
         return [(0, RAN + (f"========= ERROR SUMMARY: {errors[tool]} errors" if tool else ""))]
 
     def record(*tools):
         logs = tmp_path / "logs"
         monkeypatch.setattr(sys, "argv", ["sanitize.py", "--logs", str(logs), "--tools", *tools])
-        failure = KeyError if "initcheck" in tools else SystemExit if "racecheck" in tools else None
+        failure = KeyError if "initcheck" in tools else SystemExit if {"racecheck", "--resume"} & {*tools} else None
         with pytest.raises(failure) if failure else nullcontext():
             sanitize.main()
         entry = gpu_record.read()["sanitizer"]
@@ -189,6 +210,10 @@ def test_what_goes_on_record(monkeypatch, tmp_path, few):
     gpu_record.write({"gpu": "a GPU", "sanitizer": {"kernels_sha256": "other", "initcheck": {"errors": 5}}})
     assert record("memcheck", "racecheck") == {"memcheck": 0, "racecheck": 2}
     assert record("synccheck") == {"memcheck": 0, "racecheck": 2, "synccheck": 0}
+    monkeypatch.setattr(sanitize, "cases", lambda: {"new": None} | dict.fromkeys(CALLS))
+    assert record("memcheck", "--resume") == {"memcheck": 0, "racecheck": 2, "synccheck": 0}
+    assert not asked and gpu_record.read()["sanitizer"]["memcheck"]["not done"] == ["new"]  # of other calls
+    assert record("memcheck", "--resume") == {"memcheck": 0, "racecheck": 2, "synccheck": 0} and asked == {*CALLS}
     assert record("racecheck", "initcheck") == {"memcheck": 0, "racecheck": 2, "synccheck": 0}
     assert gpu_record.read()["gpu"] == "a GPU"
 
