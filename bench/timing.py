@@ -1,7 +1,8 @@
 """How long a call takes: how often it is called, in which order, by which clock.
 
-*Burst*: all calls take turns, round by round, so that a ratio is one of cycles whatever the clock does. *Sustained*:
-each for a while of nothing else, its second half, which is what a training run sees of a card at its power limit.
+*Burst*: all calls take turns, round by round, so that a ratio is one of cycles whatever the clock does; in an order
+drawn for each round, since a card at its power limit is faster behind a call that took little. *Sustained*: each for a
+while of nothing else, its second half, which is what a training run sees of a card at its power limit.
 Every timed turn comes right after an untimed one of the same call, so caches are as warm for all.
 
 A turn is some calls, one behind the other: on a GPU a CUDA graph of them between two events where they can be captured
@@ -12,6 +13,7 @@ turn is one call.
 from __future__ import annotations
 
 import math
+import random
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
@@ -84,10 +86,14 @@ def quantiles(seconds: Sequence[float]) -> list[float]:
 
 
 def alternate(turns: Mapping[str, Turn], rounds: Mapping[str, int]) -> dict[str, list[float] | Exception]:
-    """Times of each turn, all taking turns; one that fails is out, with its exception instead of times."""
+    """Times of each turn, all taking turns; one that fails is out, with its exception instead of times.
+
+    The order of a round is drawn, the same in every run: in a fixed one each would always follow the same other.
+    """
     found: dict[str, list[float] | Exception] = {name: [] for name in turns}
+    drawn = random.Random(0)
     for n in range(max(rounds.values(), default=0)):
-        for name, turn in turns.items():
+        for name, turn in drawn.sample(list(turns.items()), len(turns)):
             times = found[name]
             if isinstance(times, Exception) or n >= rounds[name]:
                 continue
