@@ -64,6 +64,8 @@ UNASKED_SHARED = 48 * 1024  # dynamic shared memory that a launch has without as
 # This can only get better. The kernel that merges parts is not launched by these calls.
 SPILLS: dict[str, tuple[int, int]] = {
     "sm_90a fa1_backward float64 d=64 plain: fa1_backward.cu fa1_backward": (48, 56),
+    # Sums of at most 2,048 rows, for contract section 6; 17 ways of writing it down spill as much or more there
+    "sm_100a fa2_backward float32 d=64 plain: mma/split_backward.cu fa2_backward_keys": (8, 8),
     "sm_120 fa2_forward bfloat16 d=64 plain: mma/fa2_forward.cu fa2_forward_merge": (4, 4),
     "sm_120 fa2_forward bfloat16 d=64 causal: mma/fa2_forward.cu fa2_forward_merge": (4, 4),
 }
