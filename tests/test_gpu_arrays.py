@@ -1326,7 +1326,7 @@ def test_results_are_of_the_kind_of_q(device, monkeypatch):
 if __name__ == "__main__":
     arrays.device_of = lambda address: 0
     fake = types.SimpleNamespace(ndarray=lambda shape, dtype, made=CuPy(arr(1)): made, cuda=types.SimpleNamespace(
-        runtime=types.SimpleNamespace(getDevice=lambda: 0)))  # fmt: skip
+        runtime=types.SimpleNamespace(getDevice=lambda: 0), get_current_stream=lambda: types.SimpleNamespace(ptr=0)))
     arrays.require_cupy = lambda: fake
     api.lookup = lambda *_: (lambda *_: None, Chip("sm_90", 227 << 10, 16, "simt"))
     call = on_device(forward(), CuPy)
