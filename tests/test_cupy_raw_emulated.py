@@ -958,7 +958,7 @@ def test_long_calls_in_parts_of_numbers(name, aligned, ran):
     (1, 5000, False), (3, 2048, False), (2, 2112, False), (4, 600, True), (5, 70, False),
 ])  # fmt: skip
 def test_gradients_of_many_rows_in_parts_of_numbers(Hq, Tq, causal, ran):
-    """Sums of 2,048 rows, or of a head's, are added where dk and dv lie: an end of both, of one, of none but the last."""
+    """Sums of 2,048 rows, or of a head, are added where dk and dv lie: an end of both, of one, of none but the last."""
     case = make(B=1, Hq=Hq, Hkv=1, Tq=Tq, Tk=70, d=16, causal=causal)
     check(case, case.reference())
     assert ran.count("split_inputs") == 2
@@ -1053,12 +1053,13 @@ SPLIT_BROKEN = {
     "O does not follow m": ("O[n][2 * r] *= alpha;", ";"),
     "V is not awaited": ("await_groups<0>();\n            __syncthreads();  // V_j is", "__syncthreads();  // V_j is"),
     "the band of S is one key wide of the mark": ("call.band_upper + 1 - j_low", "call.band_upper + 2 - j_low"),
-    "tiles of the diagonal hide nothing": ("if (!full)\n                hide(", "if (false)\n                hide("),
+    "tiles of the diagonal hide nothing": (
+        "if (!full)\n                    hide(", "if (false)\n                    hide("),
     "a row sees a key more": ("first + c || x >= end + c", "first + c - 1 || x >= end + c"),
     "the second head's rows are the first's": ("from += (unsigned)call.rows_q - r;", "from -= r;"),
     "the second head's patches are the first's": ("patch += (unsigned)call.parts - r / 16;", "patch -= r / 16;"),
     "lse is not awaited": (
-        "await_groups<0>();\n            __syncthreads();  // Q_i and dO_i", "__syncthreads();  // Q_i and dO_i"),
+        "await_groups<0>();\n                __syncthreads();  // Q_i and dO_i", "__syncthreads();  // Q_i and dO_i"),
     "columns of dK are the other warp's": ("threadIdx.x / WARP_SIZE / WARPS_K * (8 * N) : 0;", "0 : 0;"),
     "dQ of the other columns": ("pair = warp / WARPS_Q * PAIRS_Q;", "pair = 0;"),
 }  # fmt: skip
