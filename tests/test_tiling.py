@@ -555,7 +555,8 @@ def test_bands_of_whole_sequences_have_blocks_of_their_own():
     for rows, more, shape in (
         (4096, dict(), two), (4096, dict(causal=True), three), (4096, dict(window=(9, None)), three),
         (4096, dict(causal=True, ragged=True), two), (4096, dict(causal=True, varlen=True), two),
-        (192, dict(causal=True), two), (193, dict(causal=True), three), (8192, dict(causal=True), three), (8193, dict(causal=True), two),
+        (192, dict(causal=True), two), (193, dict(causal=True), three), (8192, dict(causal=True), three),
+        (8193, dict(causal=True), two),
     ):  # fmt: skip
         tiles = on_warpgroups(d=128, dv=128, Tq=rows, Tk=rows, B=64, **more)
         assert (tiles.br, tiles.bc) == shape
