@@ -102,6 +102,7 @@ WGMMA_BACKWARD = {64: 128, 128: 64}  # Br, by the wider of d and dv
 WGMMA_BACKWARD_KEYS = 128  # Bc
 WGMMA_BACKWARD_AT_ONCE = 128  # Br where dQ goes from registers to its sums, not by way of shared memory
 WGMMA_BACKWARD_MOST = 256  # head dimension
+WGMMA_BACKWARD_FULL = 3  # blocks of threads for each multiprocessor; for fewer, groups of heads are divided
 WGMMA_BACKWARD_STAGES, WGMMA_BACKWARD_S = {64: 3, 128: 2}, 2  # blocks of Q and dO on chip at once, by Br, and of dS
 WGMMA_WIDE = 64  # Br and Bc where d or dv is above those of WGMMA_BACKWARD
 WGMMA_WIDE_STAGES = ((3, 2), (3, 1), (2, 2), (2, 1))  # of Q and dO, and of P, on chip: the first that fit
@@ -254,7 +255,7 @@ class Tiles:
     parts, part_keys : int
         Only the fa2 forward pass, on a GPU that would else be idle in parts or of the family "few rows": how many
         thread blocks (pieces of work) share the keys of a block of rows, and how many keys each takes (the last
-        one the rest).
+        one the rest). Of a "wgmma" backward pass: how many thread blocks share the query heads of a group, and 0.
     threads : int
         Of a block; 0: as many as its family always has.
     grid : int
@@ -321,7 +322,9 @@ class Tiles:
             lines.append(f"  one row of K or V read for {self.br} rows of query heads that share it, on tensor cores")
         if self.family == WGMMA:
             lines.append("  products by warpgroups (wgmma), copies by tensor maps")
-        if self.parts > 1:
+        if self.parts > 1 and self.order == JI:
+            lines.append(f"  heads that share keys in {self.parts} parts, whose dK and dV are summed")
+        elif self.parts > 1:
             lines.append(f"  keys in up to {self.parts} parts of {self.part_keys}, merged by their m and l")
         if self.parts_bytes:
             lines.append(f"  the last pieces of work shared by {self.grid} blocks of threads, {self.parts_bytes} bytes")
@@ -454,7 +457,8 @@ def _wgmma_backward(problem: Problem, chip: Chip) -> Tiles:
     """The blocks of cuda/sm90/fa2_backward.cu, or of fa2_backward_wide.cu; they fit."""
     d, dv = _padded(problem.d, WGMMA_SLAB), _padded(problem.dv, WGMMA_SLAB)
     if is_wide(problem):
-        return next(tiles for tiles in (_wgmma_wide(chip, d, dv, *stages) for stages in WGMMA_WIDE_STAGES) if tiles)
+        plans = (_wgmma_wide(chip, d, dv, *stages) for stages in WGMMA_WIDE_STAGES)
+        return replace(next(filter(None, plans)), parts=_group_parts(problem, chip, WGMMA_WIDE))
     br, bc = WGMMA_BACKWARD[max(d, dv)], WGMMA_BACKWARD_KEYS
     stages = WGMMA_BACKWARD_STAGES[br]
     at_once = br == WGMMA_BACKWARD_AT_ONCE and not problem.deterministic
@@ -474,7 +478,19 @@ def _wgmma_backward(problem: Problem, chip: Chip) -> Tiles:
         Tile("dK", bc, d, 4, REGISTERS),
         Tile("dV", bc, dv, 4, REGISTERS),
     )
-    return Tiles(br, bc, resident, chip.name, chip.on_chip_bytes, JI, family=WGMMA)
+    parts = _group_parts(problem, chip, bc)
+    return Tiles(br, bc, resident, chip.name, chip.on_chip_bytes, JI, family=WGMMA, parts=parts)
+
+
+def _group_parts(problem: Problem, chip: Chip, bc: int) -> int:
+    """Among how many blocks of threads the query heads that share a block of keys are divided, evenly.
+
+    As few as there are enough blocks with, or each head has its own.
+    """
+    blocks = -(-problem.Tk // bc) * problem.B * problem.Hkv
+    enough = WGMMA_BACKWARD_FULL * (chip.processors or WGMMA_PROCESSORS)
+    divisors = (parts for parts in range(1, problem.group) if problem.group % parts == 0)
+    return next((parts for parts in divisors if blocks * parts >= enough), problem.group)
 
 
 def _wgmma_wide(chip: Chip, d: int, dv: int, stages: int, handed: int) -> Tiles | None:

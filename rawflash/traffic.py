@@ -308,7 +308,8 @@ def traffic(
     """
     dense = problem.algorithm == "standard"
     visited = visits(problem, tiles.br, tiles.bc, visibility, dense=dense)
-    call = _Call(problem, tiles, visited, dlse, "sinks" in wrt, *_part_rows(problem, tiles, visibility))
+    part_rows = _part_rows(problem, tiles, visibility) if direction == "forward" else (0, 0)
+    call = _Call(problem, tiles, visited, dlse, "sinks" in wrt, *part_rows)
     bias, masked = _bias_elements(problem, visited), visited.masked
     dbias = bias if "bias" in wrt else 0
     if (problem.algorithm, direction) == ("fa2", "backward") and problem.deterministic:
@@ -508,13 +509,16 @@ def _fa1_backward(c: _Call) -> None:
 
 
 def _fa2_backward_ji(c: _Call, *, with_dQ: bool = True) -> None:
-    """3 T_c |I| d (algorithm 8): an inner step loads Q and dO and adds dQ."""
-    v, d, dv = c.v, c.problem.d, c.problem.dv
+    """3 T_c |I| d (algorithm 8): an inner step loads Q and dO and adds dQ. dK and dV of parts of a group are summed."""
+    v, d, dv, parts = c.v, c.problem.d, c.problem.dv, c.tiles.parts
     c.gamma(v.q)
     c.sink_gradient()
     c.store(gamma=v.q)
-    c.load(K=c.k * d, V=c.k * dv)
+    c.load(K=parts * c.k * d, V=parts * c.k * dv)
     c.load(Q=v.q_rows * d, dO=v.q_rows * dv, lse=v.q_rows, gamma=v.q_rows)
+    if parts > 1:
+        c.store(dK=parts * c.k * d, dV=parts * c.k * dv)
+        c.load(dK=parts * c.k * d, dV=parts * c.k * dv)
     c.store(dK=c.k * d, dV=c.k * dv)
     if with_dQ:
         c.store(dQ=v.q_rows * d)

@@ -64,43 +64,50 @@ def _wgmma(problem: Problem, tiles: Tiles, x: Operands, grads: dict[str, Target]
     heads, rows, columns = x.q.shape[0] * x.q.shape[1], x.q.shape[2], blocks_of(problem.d, WGMMA_SLAB) * WGMMA_SLAB
     written = {"d" + name: grads[name] for name in ("q", "k", "v")}
     file, threads = (FILE_WIDE, WIDE_THREADS) if is_wide(problem) else (FILE_WGMMA, WGMMA_THREADS)
-    kernels = launcher(file, problem, tiles, x, written, boxes, section=_section(problem))
+    parts = tiles.parts
+    kernels = launcher(file, problem, tiles, x, written, boxes, section=_section(problem, parts), parts=parts)
     delta = side_gradients(problem, tiles, x, grads)
     key_blocks, query_blocks = blocks_of(problem.Tk, tiles.bc), blocks_of(problem.Tq, tiles.br)
+    key_grid = key_blocks * problem.Hkv * problem.B * parts
     # Packed sequences begin new blocks; how many all of them have may be known on the device only
     blocks = heads * (rows // tiles.br + problem.B if problem.varlen else query_blocks)
     numbers = blocks * tiles.br * columns
     # Behind the sums, if deterministic: whose turn it is at each block
     dQ = kernels.workspace(numbers + blocks * problem.deterministic, zero=True)
-    call = _call(kernels, problem, x, grads, delta, dQ, key_blocks, counters=dQ.data.ptr + 4 * numbers)
+    words, keys = {"counters": dQ.data.ptr + 4 * numbers}, x.k.shape[0] * x.k.shape[1] * x.k.shape[2]
+    if parts > 1:
+        dK_dV = kernels.workspace(parts * keys * (problem.d + problem.dv))
+        words |= {"m.data": dK_dV.data.ptr, "l.data": dK_dV.data.ptr + 4 * parts * keys * problem.d}
+    call = _call(kernels, problem, x, grads, delta, dQ, key_blocks, **words)
     if problem.varlen:
         kernels.run_over("clear_gradients", max(heads * rows, x.k.shape[1] * x.k.shape[2]), call)
-    kernels.run("fa2_backward_keys", key_blocks * problem.Hkv * problem.B, call, tiles.smem_bytes, threads)
+    kernels.run("fa2_backward_keys", key_grid, call, tiles.smem_bytes, threads)
     kernels.run("fa2_backward_finish", query_blocks * problem.Hq * problem.B, call, tiles.br * columns * 2)
+    if parts > 1:
+        kernels.run("fa2_backward_merge", key_grid, call)
 
 
-def _section(problem: Problem) -> int:
+def _section(problem: Problem, parts: int) -> int:
     """How many K/V heads have their keys taken in turn, long columns first: as many as L2 can hold; 1: no band.
 
     Deterministic, blocks of keys of one head wait for each other: so heads are taken in turn without a band, too, and
-    more of them with one.
+    more of them with one. If groups are in parts, each of these counts as a head.
     """
     band = problem.band.lower is not None or problem.band.upper is not None
     if not (band or problem.deterministic):
         return 1
-    rows = problem.Tk + problem.group * problem.Tq
-    nbytes = rows * (problem.d + problem.dv) * 2 + problem.group * problem.Tq * problem.d * 4
+    of_q = problem.group // parts * problem.Tq
+    nbytes = (problem.Tk + of_q) * (problem.d + problem.dv) * 2 + of_q * problem.d * 4
     heads = SECTION_BYTES * (DETERMINISTIC_MORE if band and problem.deterministic else 1) // nbytes
-    return max(min(heads, problem.B * problem.Hkv), 1)
+    return max(min(heads, problem.B * problem.Hkv * parts), 1)
 
 
 def _call(kernels: Launcher, problem: Problem, x: Operands, grads: dict[str, Target], delta: Any, dQ: Any, blocks: int,
-          counters: int = 0) -> Any:  # fmt: skip
+          **words: int) -> Any:  # fmt: skip
     return kernels.call(problem, x, {
         "dq.data": grads["q"].address, "dk.data": grads["k"].address, "dv.data": grads["v"].address,
         "delta.data": delta.data.ptr, "sums": 0 if dQ is None else dQ.data.ptr, "blocks": blocks,
-        "counters": counters,
-    })  # fmt: skip
+    } | words)  # fmt: skip
 
 
 def _split(problem: Problem, tiles: Tiles, x: Operands, grads: dict[str, Target]) -> None:

@@ -25,8 +25,8 @@ from rawflash.backends.cupy_raw import compile, tensor_map
 from rawflash.errors import BackendError
 from rawflash.hardware import chip_of
 from rawflash.problem import FARTHEST, Operands, Problem
-from rawflash.tiling import (DOUBLE, FEW_MMA, MMA, MMA_DEPTH, PIECES, SIMT, SPLIT, Tiles, pitches, plan_tiles,
-                             scale_later)  # fmt: skip
+from rawflash.tiling import (DOUBLE, FEW_MMA, MMA, MMA_DEPTH, PIECES, SIMT, SPLIT, WGMMA, Tiles, pitches,
+                             plan_tiles, scale_later)  # fmt: skip
 
 try:
     from numpy.lib.array_utils import byte_bounds
@@ -48,7 +48,7 @@ SPARE = 256  # sets of counters that are made at a time: a graph of a model has 
 # Constants that the text of a kernel is chosen by; the others are numbers in it.
 SWITCHES = ("PIECES", "SPLIT", "P_STAYS", "TYPE", "BIAS_TYPE", "SLOPE_TYPE", "SINK_TYPE", "ALIGNED", "PACKED", "BAND",
             "BIAS", "BIAS_OVER_ROWS", "BIAS_OVER_KEYS", "ALIBI", "SOFTCAP", "SINKS", "DROPOUT", "DLSE",
-            "DETERMINISTIC")  # fmt: skip
+            "DETERMINISTIC", "GROUP_IN_PARTS")  # fmt: skip
 MASK_WORDS = 96  # operands and addresses of a mask object that a call has room for
 TYPES = {"float16": "FLOAT16", "bfloat16": "BFLOAT16", "float32": "FLOAT32", "float64": "FLOAT64"}
 
@@ -125,6 +125,7 @@ def constants(problem: Problem, tiles: Tiles, *, aligned: bool, side_dtypes: dic
         "DROPOUT": int(problem.dropout > 0),
         "DLSE": int(dlse),
         "DETERMINISTIC": int(problem.deterministic),
+        "GROUP_IN_PARTS": int(tiles.family == WGMMA and tiles.parts > 1),
     } | {
         "BR": tiles.br,
         "BC": tiles.bc,

@@ -23,7 +23,7 @@ struct Table {  // integers, one for each sequence (cu_seqlens: and one more); b
 
 struct Call {
     Matrix q, k, v, o, dout, dq, dk, dv;
-    Statistic lse, dlse, delta, m, l;
+    Statistic lse, dlse, delta, m, l;  // sm90 backward: m and l are dK and dV of parts of a group, see backward.cuh there
     real* sums;  // real workspace (slots, Hq, rows of q, d or dv): O of fa1, of each further part of fa2, dQ of the backward passes;
                  // sm90 forward: of parts of pieces, as the registers have them
     Pairs bias;
@@ -45,7 +45,8 @@ struct Call {
     long long B, Hq, Hkv, Tq, Tk;    // packed sequences: Tq and Tk are the longest
     long long rows_q, rows_k;        // of the arrays; packed sequences: all of them together
     long long blocks;                // blocks of rows that the grid has for each head
-    long long parts, part_keys;      // fa2 forward: how many blocks of threads share the keys of a block of rows, keys of each
+    long long parts, part_keys;      // fa2 forward: how many blocks of threads share the keys of a block of rows, keys of each; sm90 backward:
+                                     // how many share the query heads of a key head
     long long section;               // sm90: query heads that are gone through together
     long long band_lower, band_upper;
     long long keep_threshold, seed;

@@ -1,5 +1,8 @@
-// What the backward passes of this folder share: which work a block of threads has, where the sums of dQ lie, rings of stages, and the ways
-// between registers, slabs and matrices. fa2_backward.cu and fa2_backward_wide.cu include it.
+// What the backward passes of this folder share: which work a block of threads has, where the sums of dQ lie, rings of stages, the ways
+// between registers, slabs and matrices, and dK and dV of parts of a group. fa2_backward.cu and fa2_backward_wide.cu include it.
+//
+// GROUP_IN_PARTS: few key heads would leave multiprocessors idle. So the query heads that share one are divided evenly among as many blocks of
+// threads as the call has parts: each has dK and dV of its own, in 32 bits in device memory, and fa2_backward_merge sums them.
 
 #include "numbers.cuh"
 #include "call.cuh"
@@ -16,20 +19,31 @@ static_assert(ALIGNED && D % 8 == 0 && DV % 8 == 0, "what copies can do");
 
 // Which keys of which head, and the rows that see some of them: of every query head, from i_low (the start of a block) on, before i_high.
 struct Work {
-    int b, h, j0;               // sequence, key head, first key
+    int b, h, j0;                // sequence, key head, first key
+    int part;                    // which of the query heads that share it, if these are divided
     int slot, q_start, k_start;  // where row 0 and key 0 lie
     int q_length, kv_length;
     int i_low, i_high, steps;
     long long offset;
 };
 
+// How many query heads a block of threads goes through.
+template <class Number = int> __device__ __forceinline__ Number heads_of(const Call& call)
+{
+    const Number group = (Number)call.Hq / (Number)call.Hkv;
+    return GROUP_IN_PARTS ? group / (Number)call.parts : group;
+}
+
 __device__ __forceinline__ Work work_of(const Call& call)
 {
-    // Heads come in sections whose matrices L2 can hold; of a section the first keys first, which most rows see if it is causal.
+    // Heads come in sections whose matrices L2 can hold; of a section the first keys first, which most rows see if it is causal. If a group is in
+    // parts, each of them counts as a head. So no two blocks of threads with the same query head have their keys in falling order.
     Work work;
-    const unsigned heads = (unsigned)(call.B * call.Hkv), blocks = (unsigned)call.blocks, section = (unsigned)call.section;
+    const unsigned parts = GROUP_IN_PARTS ? (unsigned)call.parts : 1, blocks = (unsigned)call.blocks, section = (unsigned)call.section;
+    const unsigned heads = (unsigned)(call.B * call.Hkv) * parts;
     const unsigned first = blockIdx.x / (section * blocks) * section, rest = blockIdx.x - first * blocks;
-    const unsigned count = heads - first < section ? heads - first : section, bh = first + rest % count;
+    const unsigned count = heads - first < section ? heads - first : section, head = first + rest % count, bh = head / parts;
+    work.part = (int)(head % parts);
     work.j0 = (int)(rest / count) * BC;
     work.b = (int)(bh / (unsigned)call.Hkv);
     work.h = (int)(bh % (unsigned)call.Hkv);
@@ -42,8 +56,13 @@ __device__ __forceinline__ Work work_of(const Call& call)
         work.i_low = (int)clamp(work.j0 - s.offset - call.band_upper, 0, work.i_high) / BR * BR;
         work.i_high = (int)clamp(j1 - s.offset - call.band_lower, 0, work.i_high);
     }
-    work.steps = work.i_high > work.i_low ? (work.i_high - work.i_low + BR - 1) / BR * ((int)call.Hq / (int)call.Hkv) : 0;
+    work.steps = work.i_high > work.i_low ? (work.i_high - work.i_low + BR - 1) / BR * heads_of(call) : 0;
     return work;
+}
+
+template <class Number = int> __device__ __forceinline__ Number first_head(const Call& call, const Work& work)
+{
+    return (GROUP_IN_PARTS ? work.h * (int)call.parts + work.part : work.h) * heads_of<Number>(call);
 }
 
 // The sums of dQ lie in blocks of BR rows and TO_D columns; a sequence begins a new one. How many a head has, and where those of one begin.
@@ -131,3 +150,67 @@ __device__ __forceinline__ void store_rows(elem* to, long long stride, const uns
         }
     }
 }
+
+// ---- dK and dV of parts of a group ----------------------------------------------------------------------------------------------------
+
+__device__ __forceinline__ long long numbers_of_part(const Call& call, int width)
+{
+    return (PACKED ? 1 : call.B) * call.Hkv * call.rows_k * width;
+}
+
+// The block's keys in `sums` (parts, slots, Hkv, rows of k, width), of a part.
+__device__ __forceinline__ float* keys_of_part(const Call& call, const Work& work, float* sums, int part, int width)
+{
+    return sums + part * numbers_of_part(call, width) +
+           ((work.slot * call.Hkv + work.h) * call.rows_k + work.k_start + work.j0) * width;
+}
+
+// What a warpgroup has of 64 keys from `first` on, sum(0), sum(1), ..., times `scale`; but of padding, which nobody reads.
+template <int WIDTH, class Sum>
+__device__ __forceinline__ void store_part(const Call& call, const Work& work, float* sums, int first, float scale, const Sum& sum)
+{
+    const int lane = threadIdx.x % WARP_LANES, warp = threadIdx.x / WARP_LANES % WARPS;
+    float* const to = keys_of_part(call, work, sums, work.part, WIDTH) + 2 * (lane % 4);
+#pragma unroll
+    for (int e = 0; e < 2; e++) {
+        const int y = first + 16 * warp + lane / 4 + 8 * e;
+        if (y < work.kv_length - work.j0)
+#pragma unroll
+            for (int n = 0; n < WIDTH / 8; n++)
+                *(float2*)(to + y * WIDTH + 8 * n) = make_float2(sum(4 * n + 2 * e) * scale, sum(4 * n + 2 * e + 1) * scale);
+    }
+}
+
+#if GROUP_IN_PARTS
+// To dK_j or dV_j the sums over all parts, one part after the other, rounded once. Keys of padding have 0. The grid is that of the kernel before,
+// and the blocks of threads that had the parts of a block of keys share its numbers out.
+template <int WIDTH> __device__ __forceinline__ void merge_parts(const Call& call, const Work& work, const Matrix& to, float* sums)
+{
+    constexpr int VECTOR = 4;
+    const int parts = (int)call.parts, exist = (int)(PACKED ? work.kv_length : call.Tk) - work.j0, full = work.kv_length - work.j0;
+    const long long apart = numbers_of_part(call, WIDTH);
+    elem* const rows = row_of(to, work.slot, work.h, work.k_start + work.j0);
+    for (int n = (work.part * THREADS + (int)threadIdx.x) * VECTOR; n < BC * WIDTH; n += parts * THREADS * VECTOR) {
+        const int y = n / WIDTH, x = n % WIDTH;
+        if (y >= exist)
+            break;
+        float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+        if (y < full) {
+            const float* from = keys_of_part(call, work, sums, 0, WIDTH) + n;
+#pragma unroll 4
+            for (int part = 0; part < parts; part++, from += apart) {
+                const float4 more = *(const float4*)from;
+                sum = make_float4(sum.x + more.x, sum.y + more.y, sum.z + more.z, sum.w + more.w);
+            }
+        }
+        *(uint2*)(rows + y * to.row + x) = make_uint2(pair(sum.x, sum.y), pair(sum.z, sum.w));
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS) fa2_backward_merge(const __grid_constant__ Call call)
+{
+    const Work work = work_of(call);
+    merge_parts<D>(call, work, call.dk, call.m.data);
+    merge_parts<DV>(call, work, call.dv, call.l.data);
+}
+#endif

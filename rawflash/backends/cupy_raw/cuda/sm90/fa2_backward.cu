@@ -1,6 +1,7 @@
 // FlashAttention-2, backward pass (Dao 2024, algorithm 2; Chu, Liu and Lin 2026, algorithm 8) for 16-bit inputs on Hopper.
 //
-// fa2_backward_keys: a block of threads owns Bc = 128 keys of one key head and runs over the Q blocks of all query heads that share it.
+// fa2_backward_keys: a block of threads owns Bc = 128 keys of one key head and runs over the Q blocks of all query heads that share it, or of a part
+// of these heads (GROUP_IN_PARTS): then dK and dV of each part go to device memory, parts * (rows of k) * (d + dv) * 4 bytes for each key head.
 // One warpgroup copies (tensor maps), two compute: each of these owns 64 of the keys, with dK and dV in registers. Everything is transposed,
 // S^T = K Q^T and dP^T = V dO^T, so that P^T and dS^T are factors of dV += P^T dO and dK += dS^T Q where they are, in registers; so is V, or half of
 // it. dS^T goes to shared memory as well, as a factor of dQ_i = dS K, in which both warpgroups' keys have a share. dQ_i is added to float32 sums in
@@ -9,7 +10,7 @@
 // On chip:  K (Bc, d), V (Bc, dv), STAGES of Q (Br, d) and dO (Br, dv), two dS (Bc, Br) in 16 bits; dQ (Br, d) or none; lse and delta (Br), barriers;
 //           in registers S (Bc, Br), dP (Bc, 64), dK (Bc, d), dV (Bc, dv), dQ (Br, d), of V (Bc, dv) or (Bc, 64).
 //
-// fa2_backward_finish: dQ = scale * those sums, row by row.
+// fa2_backward_finish: dQ = scale * those sums, row by row. fa2_backward_merge: dK and dV, summed over the parts (backward.cuh).
 //
 // Scores are plain ones: what hides keys is a band, and lengths. Rows and keys past the lengths are zeros on chip, so that products with
 // them are, too: of such a row, lse is +infinity, hence P = 0; such a key is hidden as a band hides others, or has an exponent of -infinity.
@@ -78,7 +79,7 @@ __device__ __forceinline__ void copy_all(const MappedCall& argument, const Work&
     const Call& call = argument.call;
     const int thread = threadIdx.x;
     Ring<STAGES> to;
-    int h = work.h * ((int)call.Hq / (int)call.Hkv), i0 = first_rows(work);
+    int h = first_head(call, work), i0 = first_rows(work);
     for (int steps = work.steps; steps > 0; steps--) {
         Barrier *const q_there = barriers + Q_THERE + to.stage, *const o_there = barriers + O_THERE + to.stage;
         await(barriers + READ + to.stage, to.parity ^ 1);
@@ -129,11 +130,12 @@ __device__ __forceinline__ unsigned turn_at(const Call& call, const Work& work, 
 }
 
 // Step by step the dQ_i of both warpgroups to the sums in device memory. DETERMINISTIC: in the order of the keys. A block of threads then waits
-// for those with fewer keys before it alone, which began before it.
+// for those with the same query heads and fewer keys before them alone: a query head is in one part of its group, so that all of them are the same
+// part's, whose blocks of keys have rising numbers in the grid (work_of). Those began before it, as blocks of threads do so by their numbers.
 __device__ __forceinline__ void add_all(const Call& call, const Work& work, const unsigned char* on_chip, Barrier* barriers)
 {
     constexpr int BYTES = (BY_KEYS ? 1 : COMPUTING) * PATCH * 4;
-    int h = work.h * ((int)call.Hq / (int)call.Hkv), i0 = first_rows(work), parity = 0;
+    int h = first_head(call, work), i0 = first_rows(work), parity = 0;
 #pragma unroll 1
     for (int steps = work.steps; steps > 0; steps--, parity ^= 1) {
         const long long block = first_block(call, work.b, h, work.q_start) + i0 / BR;
@@ -238,7 +240,7 @@ __device__ __forceinline__ void compute_all(const Call& call, const Work& work, 
         const unsigned long long dS_across = factor(on_chip + AT_DS + (BY_ROWS ? mine * BC * SLAB_ROW : 0), BC * SLAB_ROW);
 
         Ring<STAGES> at;
-        int h = work.h * ((int)call.Hq / (int)call.Hkv), i0 = first_rows(work);
+        int h = first_head(call, work), i0 = first_rows(work);
         const auto next_step = [&]() {
             at.next();
             i0 = next_rows(work, i0);
@@ -451,8 +453,14 @@ __device__ __forceinline__ void compute_all(const Call& call, const Work& work, 
         all_meet();  // no thread reads K and V any more
     }
 
-    // Write dK_j, dV_j, by way of where K and V were. Keys of padding have 0.
     const float scale = (float)call.scale;
+    if constexpr (GROUP_IN_PARTS) {
+        store_part<D>(call, work, call.m.data, first_key, scale, [&](int n) { return dK[n]; });
+        store_part<DV>(call, work, call.l.data, first_key, 1.0f, [&](int n) { return dV[n]; });
+        return;
+    }
+
+    // Write dK_j, dV_j, by way of where K and V were. Keys of padding have 0.
 #pragma unroll
     for (int n = 0; n < TO_D / SUM; n++) {
         unsigned x[4];

@@ -1,7 +1,8 @@
 // FlashAttention-2, backward pass (Dao 2024, algorithm 2; Chu, Liu and Lin 2026, algorithm 8) for 16-bit inputs of more than 128 columns on
 // Hopper.
 //
-// fa2_backward_keys: a block of threads owns Bc = 64 keys of one key head and runs over the Q blocks of all query heads that share it. No
+// fa2_backward_keys: a block of threads owns Bc = 64 keys of one key head and runs over the Q blocks of all query heads that share it, or of a part
+// of these heads (GROUP_IN_PARTS): then dK and dV of each part go to device memory, parts * (rows of k) * (d + dv) * 4 bytes for each key head. No
 // warpgroup could hold dK and dV of so many columns, so each of three has products of its own, and hands on what the next one needs:
 //   scores   S^T = K Q^T, P = exp(S - lse), dV += P^T dO, with P^T in registers and dV in 128 more of them; P in 32 bits goes to
 //   slopes   dP^T = V dO^T, dS = P (dP - delta), dK += dS^T Q, with dS^T in registers; dS^T in 16 bits goes to
@@ -13,7 +14,7 @@
 // Per step:  read for products K, Q, V and dO along the sums, dO and Q across, dS and K across for each 64 columns of dQ; P and dS written and P
 //           read; dQ added to device memory.
 //
-// fa2_backward_finish: dQ = scale * those sums, row by row.
+// fa2_backward_finish: dQ = scale * those sums, row by row. fa2_backward_merge: dK and dV, summed over the parts (backward.cuh).
 //
 // Scores are plain ones: what hides keys is a band, and lengths. Rows and keys past the lengths are zeros on chip, so that products with
 // them are, too: of such a row, lse is +infinity, hence P = 0; such a key is hidden as the band hides others.
@@ -68,7 +69,7 @@ __device__ __forceinline__ void copy_rows(
 {
     const int lane = threadIdx.x % WARP_LANES;
     Ring<STAGES> at;
-    int h = work.h * ((int)call.Hq / (int)call.Hkv), i0 = work.i_low;
+    int h = first_head(call, work), i0 = work.i_low;
     for (int steps = work.steps; steps > 0; steps--) {
         float x[BR / WARP_LANES];
 #pragma unroll
@@ -201,11 +202,16 @@ template <int COLUMNS> struct Sums {
     }
 };
 
-// Write dK_j or dV_j, by way of where Q or dO were. Keys of padding have 0.
+// Write dK_j or dV_j, by way of where Q or dO were, or those of a part to its sums. Keys of padding have 0.
 template <int COLUMNS, int WIDTH>
-__device__ __forceinline__ void store_keys(
-    const Call& call, const Work& work, const Matrix& to, unsigned char* slabs, const Sums<COLUMNS>& sum, float scale, int meeting)
+__device__ __forceinline__ void store_keys(const Call& call, const Work& work, const Matrix& to, float* sums_of_parts, unsigned char* slabs,
+                                           const Sums<COLUMNS>& sum, float scale, int meeting)
 {
+    if constexpr (GROUP_IN_PARTS) {
+        constexpr int NUMBERS = Sums<COLUMNS>::EACH / 2;
+        store_part<WIDTH>(call, work, sums_of_parts, 0, scale, [&](int n) { return sum.part[n / NUMBERS][n % NUMBERS]; });
+        return;
+    }
     if (work.steps > 0)
         meet_from_apart(BOTH_MEET, BOTH);  // no thread reads Q and dO any more
 #pragma unroll
@@ -305,7 +311,7 @@ __device__ __forceinline__ void compute_scores(const Call& call, const Work& wor
         }
         await_products<0>();  // dV
     }
-    store_keys<TO_V, DV>(call, work, call.dv, on_chip + AT_DO, dV, P_LESS, ONE_MEETS);
+    store_keys<TO_V, DV>(call, work, call.dv, call.l.data, on_chip + AT_DO, dV, P_LESS, ONE_MEETS);
 }
 
 // ---- dP, dS and dK -------------------------------------------------------------------------------------------------------------------
@@ -391,7 +397,7 @@ __device__ __forceinline__ void compute_slopes(const Call& call, const Work& wor
         }
         await_products<0>();  // dK
     }
-    store_keys<TO_D, D>(call, work, call.dk, on_chip + AT_Q, dK, (float)call.scale, ONE_MEETS + 1);
+    store_keys<TO_D, D>(call, work, call.dk, call.m.data, on_chip + AT_Q, dK, (float)call.scale, ONE_MEETS + 1);
 }
 
 // ---- dQ ------------------------------------------------------------------------------------------------------------------------------
@@ -408,7 +414,7 @@ __device__ __forceinline__ void compute_rows(const Call& call, const Work& work,
     if (work.steps == 0)
         return;
     const unsigned long long K_across = factor(on_chip + AT_K, BC * SLAB_ROW), dS_across = factor(on_chip + AT_DS, BC * SLAB_ROW);
-    float* sums = sums_of_block(call, first_block(call, work.b, work.h * (call.Hq / call.Hkv), work.q_start) + work.i_low / BR) +
+    float* sums = sums_of_block(call, first_block(call, work.b, first_head<long long>(call, work), work.q_start) + work.i_low / BR) +
                   lane_numbers();
     int i0 = work.i_low;
     await_keys(call, work, on_chip, barriers);
