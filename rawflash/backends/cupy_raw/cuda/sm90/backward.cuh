@@ -20,7 +20,7 @@ static_assert(ALIGNED && D % 8 == 0 && DV % 8 == 0, "what copies can do");
 // Which keys of which head, and the rows that see some of them: of every query head, from i_low (the start of a block) on, before i_high.
 struct Work {
     int b, h, j0;                // sequence, key head, first key
-    int part;                    // which of the query heads that share it, if these are divided
+    int part;                    // of the query heads, all parts of the sequence counted through: the key head, if groups are whole
     int slot, q_start, k_start;  // where row 0 and key 0 lie
     int q_length, kv_length;
     int i_low, i_high, steps;
@@ -42,11 +42,11 @@ __device__ __forceinline__ Work work_of(const Call& call)
     const unsigned parts = GROUP_IN_PARTS ? (unsigned)call.parts : 1, blocks = (unsigned)call.blocks, section = (unsigned)call.section;
     const unsigned heads = (unsigned)(call.B * call.Hkv) * parts;
     const unsigned first = blockIdx.x / (section * blocks) * section, rest = blockIdx.x - first * blocks;
-    const unsigned count = heads - first < section ? heads - first : section, head = first + rest % count, bh = head / parts;
-    work.part = (int)(head % parts);
+    const unsigned count = heads - first < section ? heads - first : section, bh = first + rest % count;
     work.j0 = (int)(rest / count) * BC;
-    work.b = (int)(bh / (unsigned)call.Hkv);
-    work.h = (int)(bh % (unsigned)call.Hkv);
+    work.b = (int)(bh / ((unsigned)call.Hkv * parts));
+    work.part = (int)(bh % ((unsigned)call.Hkv * parts));
+    work.h = work.part / (int)parts;
     const Sequence s = sequence(call, work.b);
     work.slot = (int)s.slot, work.q_start = (int)s.q_start, work.k_start = (int)s.k_start;
     work.q_length = (int)s.q_length, work.kv_length = (int)s.kv_length, work.offset = s.offset;
@@ -62,7 +62,7 @@ __device__ __forceinline__ Work work_of(const Call& call)
 
 template <class Number = int> __device__ __forceinline__ Number first_head(const Call& call, const Work& work)
 {
-    return (GROUP_IN_PARTS ? work.h * (int)call.parts + work.part : work.h) * heads_of<Number>(call);
+    return work.part * heads_of<Number>(call);
 }
 
 // The sums of dQ lie in blocks of BR rows and TO_D columns; a sequence begins a new one. How many a head has, and where those of one begin.
@@ -153,16 +153,10 @@ __device__ __forceinline__ void store_rows(elem* to, long long stride, const uns
 
 // ---- dK and dV of parts of a group ----------------------------------------------------------------------------------------------------
 
-__device__ __forceinline__ long long numbers_of_part(const Call& call, int width)
-{
-    return (PACKED ? 1 : call.B) * call.Hkv * call.rows_k * width;
-}
-
-// The block's keys in `sums` (parts, slots, Hkv, rows of k, width), of a part.
+// The block's keys in `sums` (slots, Hkv, parts, rows of k, width); parts are counted through, as in Work.
 __device__ __forceinline__ float* keys_of_part(const Call& call, const Work& work, float* sums, int part, int width)
 {
-    return sums + part * numbers_of_part(call, width) +
-           ((work.slot * call.Hkv + work.h) * call.rows_k + work.k_start + work.j0) * width;
+    return sums + ((work.slot * call.Hkv * call.parts + part) * call.rows_k + work.k_start + work.j0) * width;
 }
 
 // What a warpgroup has of 64 keys from `first` on, sum(0), sum(1), ..., times `scale`; but of padding, which nobody reads.
@@ -188,17 +182,16 @@ template <int WIDTH> __device__ __forceinline__ void merge_parts(const Call& cal
 {
     constexpr int VECTOR = 4;
     const int parts = (int)call.parts, exist = (int)(PACKED ? work.kv_length : call.Tk) - work.j0, full = work.kv_length - work.j0;
-    const long long apart = numbers_of_part(call, WIDTH);
     elem* const rows = row_of(to, work.slot, work.h, work.k_start + work.j0);
-    for (int n = (work.part * THREADS + (int)threadIdx.x) * VECTOR; n < BC * WIDTH; n += parts * THREADS * VECTOR) {
+    for (int n = (work.part % parts * THREADS + (int)threadIdx.x) * VECTOR; n < BC * WIDTH; n += parts * THREADS * VECTOR) {
         const int y = n / WIDTH, x = n % WIDTH;
         if (y >= exist)
             break;
         float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
         if (y < full) {
-            const float* from = keys_of_part(call, work, sums, 0, WIDTH) + n;
+            const float* from = keys_of_part(call, work, sums, work.h * parts, WIDTH) + n;
 #pragma unroll 4
-            for (int part = 0; part < parts; part++, from += apart) {
+            for (int part = 0; part < parts; part++, from += call.rows_k * WIDTH) {
                 const float4 more = *(const float4*)from;
                 sum = make_float4(sum.x + more.x, sum.y + more.y, sum.z + more.z, sum.w + more.w);
             }
