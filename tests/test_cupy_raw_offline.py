@@ -183,6 +183,9 @@ OPTIONS = {
     "causal, M given": dict(causal=True, sram=hardware.CHIPS["sm_90"].on_chip_bytes),
     "few heads": {},  # in 16 bits blocks of other heights
     "deterministic": dict(deterministic=True),
+    "shared": dict(causal=True),  # few blocks of keys: on sm_90 parts of groups
+    "shared, packed": dict(causal=True),
+    "shared, deterministic": dict(deterministic=True),
     "paged": {},  # decode: caches in blocks of 16
     "17 rows": {},  # decode: of queries that share a head of keys, more than one product has
 }  # fmt: skip
@@ -238,6 +241,9 @@ def cases():
     found += on("sm_90a", ["fa2_backward"], ["bfloat16"], [192, 256], ["plain", "causal"])
     found += on("sm_90a", ["fa2_backward"], ["bfloat16"], [256], ["causal, M given"])
     found += on("sm_90a", ["fa2_backward"], ["float16"], [256], ["causal", "packed"])
+    found += on("sm_90a", ["fa2_backward"], ["bfloat16"], [64, 128, 192], ["shared"])
+    found += on("sm_90a", ["fa2_backward"], ["float16"], [128, 256], ["shared"])
+    found += on("sm_90a", ["fa2_backward"], ["bfloat16"], [64, 128], ["shared, packed", "shared, deterministic"])
     found += on("sm_80", ["fa2_backward"], ["bfloat16"], [64, 128], ["few heads"])
     found += on("sm_90a", ["fa2_backward"], ["bfloat16"], [64, 128], ["few heads"])
     for arch in ("sm_75", "sm_80"):
@@ -254,11 +260,12 @@ each_case = pytest.mark.parametrize("case", CASES, ids=str)
 
 def programs(case):
     """What a call would load, by way of the public functions."""
-    dtype, packed = DTYPES[case.dtype], case.options == "packed"
+    dtype, packed, shared = DTYPES[case.dtype], "packed" in case.options, "shared" in case.options
     statistic = np.float64 if case.dtype == "float64" else np.float32
     halves = case.kernel in FA2 and case.dtype in ("float16", "bfloat16")
-    lead = () if packed else (16 * B,) if halves and case.options != "few heads" else (B,)
-    many = 4 if packed and halves else 1  # as many blocks as sm_90's own kernels are for
+    # As many blocks as sm_90's own kernels are for, and as they have whole groups for if these are not shared out
+    times = 1 if not halves or case.options == "few heads" else 4 if shared else 16
+    lead, many = ((), 2 * times if times > 1 else 1) if packed else ((times * B,), 1)
     q, k, v = (Array((*lead, many * heads, T, case.d), dtype) for heads in (HQ, HKV, HKV))
     options = dict(OPTIONS[case.options])
     if case.kernel in KERNELS:
@@ -535,6 +542,20 @@ def test_backward_products_of_warpgroups_overlap(dtype, d, options, tmp_path):
     # a branch makes them as many as elsewhere, and the kernel slower (bench/notes/sm90.md, run I)
     together = computing[:1] if (d, band) == (64, False) else computing
     assert all(part.count("MUFU.EX2") > 16 for part in together), [part.count("MUFU.EX2") for part in computing]
+
+
+@pytest.mark.parametrize("options", ["shared", "shared, packed", "shared, deterministic"])
+@pytest.mark.parametrize("dtype, d", [("bfloat16", 64), ("bfloat16", 128), ("bfloat16", 192), ("float16", 256)])
+def test_kernels_of_parts_of_groups(dtype, d, options):
+    """No wait of the assembler's own, nothing in memory for want of registers; and a kernel that sums."""
+    pytest.importorskip("cupy")
+    if d > 128 and "deterministic" in options:
+        pytest.skip("another kernel's")
+    program = next(p for p in programs(Case("sm_90a", "fa2_backward", dtype, d, options)) if p.file.startswith("sm90/"))
+    assert "#define GROUP_IN_PARTS 1" in program.text and program.launched["fa2_backward_merge"] == (256, 0)
+    _, log = compiler.compile_log(program.text, program.arch)
+    assert not re.findall(r"\(C75\d\d\).*", log)
+    assert not any(spilled(used) for used in compiler.usage(log).values())
 
 
 @pytest.mark.parametrize("options", ["plain", "causal", "packed"])

@@ -126,6 +126,16 @@ WHOLE_ROWS = {
     "grouped heads": dict(B=2, Hq=6, Hkv=2, Tq=200, Tk=333, d=128, causal=True),
     "one key head": dict(B=2, Hq=8, Hkv=1, Tq=130, Tk=200, d=64),
     "many heads": dict(B=8, Hq=24, Hkv=8, Tq=140, Tk=150, d=64, causal=True),
+    # Backward, groups that are whole, or in parts of some heads; above they are in parts of one
+    "two heads share keys": dict(B=8, Hq=32, Hkv=16, Tq=140, Tk=520, d=64, causal=True),
+    "eight heads share keys": dict(B=4, Hq=16, Hkv=2, Tq=150, Tk=4200, d=128, causal=True),
+    "eight heads share keys, d = 64": dict(B=4, Hq=16, Hkv=2, Tq=150, Tk=4200, d=64, window=(400, 30)),
+    "four heads share keys, 256": dict(B=4, Hq=16, Hkv=4, Tq=100, Tk=1100, d=256),
+    "four heads share keys, lengths": dict(
+        B=3, Hq=16, Hkv=4, Tq=150, Tk=2100, d=64, dv=128, causal=True, q_lengths=[150, 0, 140],
+        kv_lengths=[2100, 500, 130]),
+    "four heads share keys, packed": dict(
+        Hq=16, Hkv=4, Tq=420, Tk=2560, d=128, causal=True, cu=([2, 150, 150, 167, 400], [1, 2130, 2140, 2140, 2500])),
     "softcap, alibi": dict(Tq=300, Tk=400, d=128, causal=True, softcap=8.0, alibi_slopes=np.array([0.5, 0.01])),
     "scores of thousands": dict(Tq=300, Tk=600, d=128, size=500.0, causal=True),
     "scores of thousands, d = 64": dict(Tq=300, Tk=600, d=64, size=500.0),
@@ -134,6 +144,13 @@ WHOLE_ROWS = {
     "192, 128": dict(Tq=300, Tk=333, d=192, dv=128, causal=True),
     "192": dict(Tq=200, Tk=333, d=192),
     "256": dict(Tq=200, Tk=333, d=256, causal=True),
+}  # fmt: skip
+
+
+# How many query heads a block of threads has, backward, on 132 multiprocessors
+HEADS_EACH = {
+    "grouped heads": 1, "two heads share keys": 2, "eight heads share keys": 4, "eight heads share keys, d = 64": 4,
+    "four heads share keys, 256": 2, "four heads share keys, lengths": 2,
 }  # fmt: skip
 
 
@@ -148,11 +165,53 @@ def test_rows_of_whole_chunks(name, dtype, monkeypatch):
     case = make(dtype=dtype, lead=() if cu else None, **options)
     case.cu_seqlens = cu
     poison_pool()
-    check(case, case.reference(), small_on_device=dtype == "float16")
+    reference = case.reference()
+    check(case, reference, small_on_device=dtype == "float16")
     if not cu:
         gpu = on_gpu(case)
         tiles = rf.explain(gpu.q, gpu.k, gpu.v, **gpu.options).tiles
         assert (tiles.family == "wgmma") == (tiles.chip == "sm_90")
+    if name in HEADS_EACH:
+        if max(case.q.shape[-1], case.v.shape[-1]) <= 128:
+            check(case, reference, deterministic=True)
+        if tiles.chip == "sm_90":
+            plan = rf.explain(gpu.q, gpu.k, gpu.v, direction="backward", **gpu.options).tiles
+            group = case.q.shape[1] // case.k.shape[1]
+            assert (plan.family, group // plan.parts) == ("wgmma", HEADS_EACH[name])
+
+
+@pytest.mark.parametrize("d, parts", [(64, 4), (128, 8), (256, 4)])
+def test_parts_of_a_group_give_the_same_bits(d, parts):
+    """By the plan as it is: 64 blocks of 128 keys, or 128 of 64. dK and dV are sums of a fixed order; dQ is, if
+    deterministic. A replay of a graph uses the same memory again."""
+    import cupy
+
+    gpu = on_gpu(make(B=1, Hq=parts, Hkv=1, Tq=300, Tk=8192, d=d, dtype="bfloat16"))
+    plan = rf.explain(gpu.q, gpu.k, gpu.v, direction="backward", **gpu.options).tiles
+    assert plan.parts == (parts if plan.chip == "sm_90" else 1)
+    out, lse = gpu.forward()
+    options = dict(deterministic=d <= 128)
+    poison_pool()
+    first = gpu.backward(out, lse, **options)
+
+    def same(results):
+        kept = [n for n, name in enumerate(gpu.wrt) if name != "q" or options["deterministic"]]
+        return all(bool((first[n].view("u2") == results[n].view("u2")).all()) for n in kept)
+
+    for n in range(100):
+        assert same(gpu.backward(out, lse, **options)), n
+    stream = cupy.cuda.Stream(non_blocking=True)
+    with stream:
+        gpu.backward(out, lse, **options)
+        stream.begin_capture()
+        results = gpu.backward(out, lse, **options)
+        graph = stream.end_capture()
+        for n in range(100):
+            for result in results:
+                result.fill(np.nan)
+            graph.launch()
+            stream.synchronize()
+            assert same(results), n
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])

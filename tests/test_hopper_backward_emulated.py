@@ -11,6 +11,7 @@ from test_forward import make, normal
 from tolerances import assert_close
 
 import rawflash as rf
+from rawflash import tiling
 from rawflash.backends.cupy_raw import compile, fa2_backward, launch
 
 pytestmark = pytest.mark.emulated
@@ -63,6 +64,23 @@ PACKED = {
     "packed, offsets": dict(
         Tq=90, Tk=120, d=40, cu=([0, 50, 90], [0, 60, 110]), causal=True, q_offset=np.array([5, -9])),
 }  # fmt: skip
+# How many blocks of threads share the query heads of a group
+IN_PARTS = {
+    "two heads each": (2, dict(B=2, Hq=8, Hkv=2, Tq=90, Tk=150, d=128)),
+    "a head each": (4, dict(B=2, Hq=4, Hkv=1, Tq=140, Tk=260, d=64, causal=True)),
+    "offsets": (2, dict(
+        B=2, Hq=4, Hkv=1, Tq=100, Tk=140, d=64, causal=True, q_offset=np.array([-70, 90]))),
+    "window": (3, dict(B=1, Hq=6, Hkv=1, Tq=200, d=128, window=(20, 9))),
+    "lengths": (2, dict(B=3, Hq=4, Hkv=1, Tq=150, Tk=200, d=64, q_lengths=[150, 20, 0], kv_lengths=[130, 200, 64])),
+    "lengths, causal": (4, dict(
+        B=2, Hq=8, Hkv=2, Tq=150, Tk=200, d=128, q_lengths=[100, 149], kv_lengths=[130, 90], causal=True)),
+    "d < dv": (2, dict(B=1, Hq=8, Hkv=2, Tq=100, Tk=140, d=40, dv=128, causal=True)),
+    "d > dv": (2, dict(B=1, Hq=4, Hkv=2, Tq=70, Tk=90, d=120, dv=24)),
+    "keys that no row sees": (2, dict(B=1, Hq=4, Hkv=1, Tq=20, Tk=300, d=64, causal=True, q_offset=0)),
+    "packed": (2, dict(
+        Hq=4, Hkv=1, Tq=200, Tk=300, d=64, cu=([3, 80, 80, 199], [0, 130, 150, 290]), causal=True)),
+    "packed, d = 128": (4, dict(Hq=8, Hkv=2, Tq=200, Tk=300, d=128, cu=([0, 64, 100, 200], [10, 138, 140, 300]))),
+}  # fmt: skip
 DTYPES = ("bfloat16", "float16")
 
 
@@ -111,6 +129,27 @@ def taken(monkeypatch):
     return calls
 
 
+@pytest.fixture(autouse=True)
+def whole_groups(monkeypatch):
+    """A block of threads has all query heads of its keys, as in large calls."""
+    monkeypatch.setattr(tiling, "WGMMA_BACKWARD_FULL", 0)
+
+
+def divide(monkeypatch, parts):
+    """Groups in so many parts, whatever the device; the grids of the launches that compute them and sum them."""
+    grids = []
+    run = launch.Launcher.run
+
+    def noted(self, kernel, blocks, *arguments, **more):
+        if kernel in ("fa2_backward_keys", "fa2_backward_merge"):
+            grids.append((kernel, blocks))
+        return run(self, kernel, blocks, *arguments, **more)
+
+    monkeypatch.setattr(launch.Launcher, "run", noted)
+    monkeypatch.setattr(tiling, "_group_parts", lambda *arguments: parts)
+    return grids
+
+
 def check(case, reference, small_on_device=False):
     moved = on_device(case, small_on_device)
     gradients = moved.backward(*moved.forward())
@@ -150,6 +189,52 @@ def test_deterministic(name, monkeypatch, taken):
     assert taken == ["fa2_backward_keys"]
 
 
+@pytest.mark.parametrize("name", IN_PARTS)
+def test_groups_in_parts(name, device_by_name, taken, monkeypatch):
+    """Fresh device memory is NaN: what no part has written, and the sum takes, shows."""
+    n = [*IN_PARTS].index(name)
+    check_parts(IN_PARTS[name], DTYPES[n % 2], monkeypatch, small_on_device=n % 4 < 2)
+    assert taken == ["fa2_backward_keys"]
+
+
+def check_parts(call, dtype, monkeypatch, keys=128, **more):
+    """Blocks of so many keys, each in parts, and as many blocks of threads that sum them."""
+    parts, options = call
+    case = prepared(options, dtype)
+    grids = divide(monkeypatch, parts)
+    check(case, case.reference(), **more)
+    longest = max(np.diff(options["cu"][1])) if "cu" in options else options.get("Tk", options["Tq"])
+    sequences = len(options["cu"][1]) - 1 if "cu" in options else options["B"]
+    blocks = -(-longest // keys) * sequences * options["Hkv"]
+    if not more.get("small_on_device"):  # else the longest may be known there only
+        assert grids == [("fa2_backward_keys", blocks * parts), ("fa2_backward_merge", blocks * parts)]
+    assert [kernel for kernel, _ in grids] == ["fa2_backward_keys", "fa2_backward_merge"]
+
+
+@pytest.mark.parametrize("name", ["two heads each", "a head each", "lengths, causal", "d > dv", "packed"])
+def test_groups_in_parts_deterministic(name, monkeypatch, taken):
+    """Who adds to dQ in turn has the same part of a group: somebody else's turn would be waited for."""
+    emulator.install(monkeypatch, backwards=False)
+    parts, options = IN_PARTS[name]
+    check_parts((parts, options | {"deterministic": True}), DTYPES[len(name) % 2], monkeypatch)
+    assert taken == ["fa2_backward_keys"]
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_parts_give_the_same_bits_in_any_order_of_threads(deterministic, monkeypatch):
+    """dK and dV: they are summed in the order of the parts."""
+    found = []
+    for backwards in (False, not deterministic):
+        with pytest.MonkeyPatch.context() as patch:
+            emulator.install(patch, backwards=backwards)
+            parts, options = IN_PARTS["two heads each"]
+            divide(patch, parts)
+            moved = on_device(prepared(options | {"deterministic": deterministic}, "bfloat16"))
+            found.append([np.asarray(gradient).copy() for gradient in moved.backward(*moved.forward())[1:3]])
+    for first, second in zip(*found, strict=True):
+        assert np.array_equal(first.view(np.uint16), second.view(np.uint16))
+
+
 @pytest.mark.parametrize("view", ["transposed", "sliced", "broadcast", "fortran"])
 def test_strides(view, device_by_name, taken):
     check_strides(view, taken)
@@ -164,8 +249,10 @@ def check_strides(view, taken, d=64):
     assert bool(taken) == (view in ("transposed", "fortran"))
 
 
+@pytest.mark.parametrize("parts", [1, 2])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_layout(dtype, device_by_name, taken):
+def test_layout(dtype, parts, device_by_name, taken, monkeypatch):
+    divide(monkeypatch, parts)
     case = make(B=2, Hq=4, Hkv=2, Tq=100, Tk=150, d=64, dv=128, dtype=dtype, layout="bthd", causal=True)
     for name in ("q", "k", "v", "dout"):
         setattr(case, name, np.ascontiguousarray(getattr(case, name).swapaxes(1, 2)))
@@ -251,17 +338,19 @@ def check_two_calls(d=64):
             assert_close("d" + name, np.asarray(gradient), reference)
 
 
-def test_sections_of_heads(monkeypatch, device_by_name, taken):
-    check_sections(monkeypatch, taken, Tk=300, d=64, nbytes=1 << 19)
+@pytest.mark.parametrize("parts", [1, 2])
+def test_sections_of_heads(parts, monkeypatch, device_by_name, taken):
+    check_sections(monkeypatch, taken, Tk=300, d=64, nbytes=1 << 19, parts=parts)
 
 
-def check_sections(monkeypatch, taken, Tk, d, nbytes):
-    """More heads than L2 can hold: the last section has fewer of them."""
-    case = make(B=3, Hq=2, Tq=40, Tk=Tk, d=d, dtype="bfloat16", causal=True)
+def check_sections(monkeypatch, taken, Tk, d, nbytes, parts):
+    """More heads, or parts of groups, than L2 can hold: the last section has fewer of them."""
+    divide(monkeypatch, parts)
+    case = make(B=3, Hq=2, Hkv=2 // parts, Tq=40, Tk=Tk, d=d, dtype="bfloat16", causal=True)
     monkeypatch.setattr(fa2_backward, "SECTION_BYTES", nbytes)
     sections = []
     section = fa2_backward._section
-    monkeypatch.setattr(fa2_backward, "_section", lambda problem: sections.append(section(problem)) or sections[-1])
+    monkeypatch.setattr(fa2_backward, "_section", lambda *of: sections.append(section(*of)) or sections[-1])
     check(case, case.reference())
     assert taken and 1 < sections[0] < 6 and 6 % sections[0]
 
@@ -339,6 +428,57 @@ def test_broken_kernels_are_caught(name, device_by_name, taken, monkeypatch):
     with pytest.raises(AssertionError) if old else nullcontext():
         check(case, case.reference())
     assert taken
+
+
+HEADS_EACH = ("GROUP_IN_PARTS ? group / (Number)call.parts : group", "group")
+BROKEN_PARTS = {
+    "": ("lengths", [("", "")]),
+    "a part is left out of the sum": ("two heads each", [("part < parts; part++", "part + 1 < parts; part++")]),
+    "each part is the first one": ("two heads each", [("from += call.rows_k * WIDTH", "from += 0")]),
+    "parts lie on each other": ("two heads each", [
+        ("call.parts + part) * call.rows_k", "call.parts + work.h) * call.rows_k")]),
+    "all key heads have the sum of the first": ("two heads each", [
+        ("WIDTH) + n;", "WIDTH) + n - work.h * parts * call.rows_k * WIDTH;")]),
+    "each part has all heads": ("two heads each", [
+        ("work.part * heads_of<Number>", "work.h * heads_of<Number>"), HEADS_EACH]),
+    "each part has the first heads": ("two heads each", [
+        ("work.part * heads_of<Number>", "work.h * (Number)call.parts * heads_of<Number>")]),
+    "dK of parts is not scaled": ("two heads each", [
+        ("call.m.data, first_key, scale,", "call.m.data, first_key, 1.0f,")]),
+    "a warpgroup's keys are the first ones": ("two heads each", [("call.l.data, first_key,", "call.l.data, 0,")]),
+    "padding is summed": ("lengths", [("if (y < full) {", "if (true) {")]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BROKEN_PARTS)
+def test_broken_parts_are_caught(name, device_by_name, taken, monkeypatch):
+    which, changes = BROKEN_PARTS[name]
+    for change in changes:
+        break_backward(monkeypatch, *change)
+    with pytest.raises(AssertionError) if name else nullcontext():
+        check_parts(IN_PARTS[which], "bfloat16", monkeypatch)
+    assert taken
+
+
+@pytest.mark.parametrize("change", [
+    ("", ""), ("if (y >= exist)", "if (exist <= 0)"), ("if (y < work.kv_length - work.j0)", "if (true)"),
+])  # fmt: skip
+def test_parts_leave_the_next_sequence_alone(change, monkeypatch):
+    """Blocks of threads run from the last one on: who writes behind its sequence writes over what is done."""
+    emulator.install(monkeypatch, backwards=True)
+    break_backward(monkeypatch, *change)
+    call = dict(Hq=4, Hkv=1, Tq=200, Tk=300, d=64, cu=([3, 80, 90, 199], [0, 130, 150, 278]), causal=True)
+    with pytest.raises(AssertionError) if change[0] else nullcontext():
+        check_parts((2, call), "bfloat16", monkeypatch)
+
+
+def test_blocks_of_keys_in_the_wrong_order_are_caught(monkeypatch):
+    """Who waits for a block of threads with a larger number waits for ever."""
+    emulator.install(monkeypatch, backwards=False)
+    break_backward(monkeypatch, "(int)(rest / count) * BC", "(int)(blocks - 1 - rest / count) * BC")
+    parts, options = IN_PARTS["a head each"]
+    with pytest.raises(AssertionError, match="waits for turn"):
+        check_parts((parts, options | {"deterministic": True}), "bfloat16", monkeypatch)
 
 
 def test_a_kernel_that_does_not_hide_dS_is_caught(device_by_name, monkeypatch):

@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 import test_hopper_backward_emulated as narrow
 from test_forward import make, normal
-from test_hopper_backward_emulated import check, prepared
+from test_hopper_backward_emulated import HEADS_EACH, check, check_parts, divide, prepared
 
 import rawflash as rf
+from rawflash import tiling
 from rawflash.backends.cupy_raw import compile, fa2_backward, launch
 
 pytestmark = pytest.mark.emulated
@@ -64,6 +65,23 @@ PACKED = {
     "packed, offsets": dict(
         Tq=90, Tk=120, d=200, dv=136, cu=([0, 50, 90], [0, 60, 110]), causal=True, q_offset=np.array([5, -9])),
 }  # fmt: skip
+# How many blocks of threads share the query heads of a group
+IN_PARTS = {
+    "two heads each": (2, dict(B=2, Hq=8, Hkv=2, Tq=90, Tk=70, d=256)),
+    "a head each": (4, dict(B=2, Hq=4, Hkv=1, Tq=140, Tk=130, d=160, causal=True)),
+    "d = 192, dv = 128": (3, dict(B=1, Hq=6, Hkv=1, Tq=70, d=192, dv=128, window=(20, 9))),
+    "d = 40, dv = 136": (2, dict(B=1, Hq=4, Hkv=1, Tq=70, d=40, dv=136, causal=True, q_offset=np.array([-9]))),
+    "lengths": (2, dict(B=3, Hq=4, Hkv=1, Tq=150, Tk=200, d=256, q_lengths=[150, 20, 0], kv_lengths=[130, 200, 64])),
+    "keys that no row sees": (2, dict(B=1, Hq=4, Hkv=1, Tq=20, Tk=200, d=136, causal=True, q_offset=0)),
+    "packed": (2, dict(
+        Hq=4, Hkv=1, Tq=200, Tk=300, d=256, cu=([3, 80, 80, 199], [0, 130, 150, 290]), causal=True)),
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def whole_groups(monkeypatch):
+    """A block of threads has all query heads of its keys, as in large calls."""
+    monkeypatch.setattr(tiling, "WGMMA_BACKWARD_FULL", 0)
 
 
 @pytest.fixture(params=[False, True], ids=["forwards", "backwards"])
@@ -108,13 +126,22 @@ def test_orders_of_threads(name, dtype, device, taken):
     assert taken
 
 
+@pytest.mark.parametrize("name", IN_PARTS)
+def test_groups_in_parts(name, device_by_name, taken, monkeypatch):
+    n = [*IN_PARTS].index(name)
+    check_parts(IN_PARTS[name], DTYPES[n % 2], monkeypatch, keys=64, small_on_device=n % 4 < 2)
+    assert taken == ["fa2_backward_keys"]
+
+
 @pytest.mark.parametrize("view", ["transposed", "sliced", "broadcast", "fortran"])
 def test_strides(view, device_by_name, taken):
     narrow.check_strides(view, taken, d=192)
 
 
+@pytest.mark.parametrize("parts", [1, 2])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_layout(dtype, device_by_name, taken):
+def test_layout(dtype, parts, device_by_name, taken, monkeypatch):
+    divide(monkeypatch, parts)
     case = make(B=2, Hq=4, Hkv=2, Tq=100, Tk=70, d=192, dv=128, dtype=dtype, layout="bthd", causal=True)
     for name in ("q", "k", "v", "dout"):
         setattr(case, name, np.ascontiguousarray(getattr(case, name).swapaxes(1, 2)))
@@ -135,8 +162,9 @@ def test_two_calls_do_not_add_up(device_by_name):
     narrow.check_two_calls(d=256)
 
 
-def test_sections_of_heads(monkeypatch, device_by_name, taken):
-    narrow.check_sections(monkeypatch, taken, Tk=200, d=192, nbytes=1 << 20)
+@pytest.mark.parametrize("parts", [1, 2])
+def test_sections_of_heads(parts, monkeypatch, device_by_name, taken):
+    narrow.check_sections(monkeypatch, taken, Tk=200, d=192, nbytes=1 << 20, parts=parts)
 
 
 @pytest.mark.parametrize("overlap", ["true", "false"])
@@ -295,6 +323,32 @@ def test_broken_kernels_are_caught(name, device_by_name, taken, monkeypatch):
     break_backward(monkeypatch, old, new)
     with pytest.raises(AssertionError) if old else nullcontext():
         check(case, case.reference())
+    assert taken
+
+
+BROKEN_PARTS = {
+    "": ("lengths", [("", "")]),
+    "a part is left out of the sum": ("two heads each", [("part < parts; part++", "part + 1 < parts; part++")]),
+    "each part has all heads": ("two heads each", [
+        ("work.part * heads_of<Number>", "work.h * heads_of<Number>"), HEADS_EACH]),
+    "each part has the first heads": ("two heads each", [
+        ("work.part * heads_of<Number>", "work.h * (Number)call.parts * heads_of<Number>")]),
+    "dQ is that of the first heads": ("two heads each", [
+        ("first_head<long long>(call, work)", "work.h * (call.Hq / call.Hkv)")]),
+    "dV of parts stays too large": ("two heads each", [("dV, P_LESS,", "dV, 1.0f,")]),
+    "dK of parts is not scaled": ("two heads each", [("dK, (float)call.scale,", "dK, 1.0f,")]),
+    "columns are those of the first product": ("two heads each", [("sum.part[n / NUMBERS]", "sum.part[0]")]),
+    "padding is summed": ("lengths", [("if (y < full) {", "if (true) {")]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BROKEN_PARTS)
+def test_broken_parts_are_caught(name, device_by_name, taken, monkeypatch):
+    which, changes = BROKEN_PARTS[name]
+    for change in changes:
+        break_backward(monkeypatch, *change)
+    with pytest.raises(AssertionError) if name else nullcontext():
+        check_parts(IN_PARTS[which], "float16", monkeypatch, keys=64)
     assert taken
 
 

@@ -684,6 +684,46 @@ def test_backward_passes_of_16_bits_on_sm_90(dtype):
     assert not any(planned(**other).family == tiling.WGMMA for other in others)
 
 
+def backward_on_warpgroups(processors=132, **sizes):
+    fixed = dict(B=1, Hq=32, Hkv=1, Tq=8192, Tk=8192, d=128, dv=128, dtype="bfloat16", backend="cupy_raw")
+    return plan_tiles(Problem(**(fixed | sizes)), replace(H200, processors=processors), "backward")
+
+
+@pytest.mark.parametrize("sizes, parts", [
+    (dict(), 8),  # 64 blocks of keys; 4 parts of the group are too few for 3 * 132 blocks of threads
+    (dict(Tk=2048, B=4), 8),
+    (dict(d=256, dv=256), 4),  # 128 blocks of 64 keys
+    (dict(Hq=24), 8),
+    (dict(Hq=12), 12),  # 6 are too few, and 8 do not divide it
+    (dict(Hq=4), 4),  # there are no more
+    (dict(Hq=7), 7),
+    (dict(Hkv=32), 1),  # no group
+    (dict(Hkv=1, Hq=1), 1),
+    (dict(Hkv=8), 1),  # 512 blocks
+    (dict(Hkv=4), 2),  # 256
+    (dict(B=6, Tk=8320), 2),  # 390
+    (dict(B=6, Tk=8321), 1),  # 396: just as many
+    (dict(deterministic=True, causal=True), 8),
+    (dict(varlen=True, B=4, Tk=2048), 8),
+    (dict(processors=None), 8),  # of a device that was not asked
+    (dict(processors=20), 1),  # 64 blocks are enough for it
+    (dict(processors=22), 2),
+])  # fmt: skip
+def test_groups_are_divided_where_blocks_of_keys_are_few(sizes, parts):
+    tiles = backward_on_warpgroups(**sizes)
+    whole = replace(tiles, parts=1)
+    assert (tiles.family, tiles.parts, tiles.part_keys) == (tiling.WGMMA, parts, 0)
+    assert (f"heads that share keys in {parts} parts, whose dK and dV are summed" in str(tiles)) == (parts > 1)
+    assert "merged" not in str(tiles) and str(whole) == "\n".join(s for s in str(tiles).split("\n") if "share" not in s)
+
+
+def test_the_enough_of_parts_is_one_number(monkeypatch):
+    monkeypatch.setattr(tiling, "WGMMA_BACKWARD_FULL", 1)
+    assert backward_on_warpgroups().parts == 4  # 256 blocks of threads for 132 multiprocessors
+    monkeypatch.setattr(tiling, "WGMMA_BACKWARD_FULL", 0)
+    assert backward_on_warpgroups().parts == 1
+
+
 # ---- float32 from parts that were split before ---------------------------------------------------------------------
 
 

@@ -136,6 +136,18 @@ def test_parts_of_the_keys_by_hand():
     assert two.store("O") == (10 + 2 * 4 + 2 * 2) * 5
 
 
+def test_parts_of_a_group_by_hand():
+    """Each of two parts loads K and V, and stores dK and dV, which are loaded once more to be summed."""
+    problem = Problem(Hq=4, Hkv=1, Tq=10, Tk=12, d=3, dv=5, dtype="bfloat16")
+    whole, parts = (traffic(problem, Tiles(4, 4, order="ji", parts=n), "backward") for n in (1, 2))
+    assert (whole.load("K"), whole.store("dK"), whole.load("dK")) == (12 * 3, 12 * 3, 0)
+    assert (parts.load("K"), parts.load("V")) == (2 * 12 * 3, 2 * 12 * 5)
+    assert (parts.store("dK"), parts.store("dV")) == (3 * 12 * 3, 3 * 12 * 5)
+    assert (parts.load("dK"), parts.load("dV")) == (2 * 12 * 3, 2 * 12 * 5)
+    assert all(parts.load(name) == whole.load(name) for name in ("Q", "dO", "O", "dQ"))
+    assert parts.flops == whole.flops
+
+
 def test_rowwise_loads_keys_once_if_they_fit():
     q, k, v, _ = square()
     _, memory, _ = run(q, k, v, algorithm="rowwise", sram=4 * 4 * T * D)
