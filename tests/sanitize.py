@@ -144,9 +144,11 @@ def cases():
     return made
 
 
-def plan_for(name, fewest=tiling.WGMMA_FEWEST):
-    """Let sm_90's own kernels have the calls that are named for them: else such small ones go to cuda/mma."""
+def plan_for(name, fewest=tiling.WGMMA_FEWEST, full=tiling.WGMMA_BACKWARD_FULL):
+    """Let sm_90's own kernels have the calls that are named for them: else such small ones go to cuda/mma. Groups of
+    heads are whole, as in large calls, but for calls that are named for their parts."""
     tiling.WGMMA_FEWEST = 0.0 if name.startswith("warpgroups") else fewest
+    tiling.WGMMA_BACKWARD_FULL = full if "parts" in name else 0
 
 
 def halves():
@@ -165,6 +167,8 @@ def halves():
         "warpgroups, softcap, alibi": tall | dict(d=128, dtype="bfloat16", causal=True, softcap=8.0,
                                                   alibi_slopes=np.array([0.5, 0.1, 0.02, 0.0])),
         "warpgroups, d = 192": tall | dict(Hq=2, d=192, dv=128, dtype="bfloat16", causal=True),
+        "warpgroups, parts of groups": tall | dict(Hq=8, d=128, dtype="bfloat16", causal=True, kv_lengths=[400]),
+        "warpgroups, parts of groups, d = 192": tall | dict(d=192, dv=128, dtype="float16", q_offset=100, causal=True),
         "mma, bias": tall | dict(d=64, dtype="bfloat16", causal=True, bias=normal(4, Tq, Tk)),
         "mma, mask": tall | dict(d=128, dtype="float16", mask=half_visible(1, 1, Tq, Tk)),
         "mma, d = 256": tall | dict(Hq=2, d=256, dtype="bfloat16", causal=True),

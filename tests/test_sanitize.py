@@ -30,7 +30,8 @@ RAN = sanitize.RAN + json.dumps({"kernels": ["a.cu f", "a.cu g"], "calls": CALLS
 @pytest.fixture
 def plans(monkeypatch):
     """`plan_for` changes them."""
-    monkeypatch.setattr(tiling, "WGMMA_FEWEST", tiling.WGMMA_FEWEST)
+    for name in ("WGMMA_FEWEST", "WGMMA_BACKWARD_FULL"):
+        monkeypatch.setattr(tiling, name, getattr(tiling, name))
 
 
 def test_the_calls_reach_every_kernel_both_ways_of_every_switch(monkeypatch, plans):
@@ -69,10 +70,11 @@ def test_calls_of_16_bits_go_where_their_names_say(name, monkeypatch, plans):
         moved = gpu.on_gpu(case)
         moved.backward(*moved.forward())
     forward, backward, *_ = (program.file for program in device.programs)
+    assert ("#define GROUP_IN_PARTS 1" in device.programs[1].text) == ("parts of groups" in name)
     ours = name.startswith("warpgroups")
     assert forward == ("sm90" if ours else "mma") + "/fa2_forward.cu"
     plain = ours and name != "warpgroups, softcap, alibi"
-    wide = name == "warpgroups, d = 192"
+    wide = name.endswith("d = 192")
     assert backward == ("sm90" if plain else "mma") + f"/fa2_backward{'_wide' if wide else ''}.cu"
 
 

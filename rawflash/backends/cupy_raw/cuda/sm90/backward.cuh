@@ -39,8 +39,8 @@ __device__ __forceinline__ Work work_of(const Call& call)
     // Heads come in sections whose matrices L2 can hold; of a section the first keys first, which most rows see if it is causal. If a group is in
     // parts, each of them counts as a head. So no two blocks of threads with the same query head have their keys in falling order.
     Work work;
-    const unsigned parts = GROUP_IN_PARTS ? (unsigned)call.parts : 1, blocks = (unsigned)call.blocks, section = (unsigned)call.section;
-    const unsigned heads = (unsigned)(call.B * call.Hkv) * parts;
+    const unsigned parts = GROUP_IN_PARTS ? (unsigned)call.parts : 1, heads = (unsigned)(call.B * call.Hkv) * parts;
+    const unsigned blocks = (unsigned)call.blocks, section = (unsigned)call.section;
     const unsigned first = blockIdx.x / (section * blocks) * section, rest = blockIdx.x - first * blocks;
     const unsigned count = heads - first < section ? heads - first : section, bh = first + rest % count;
     work.j0 = (int)(rest / count) * BC;
