@@ -10,6 +10,7 @@ from dataclasses import replace
 from functools import cache
 from itertools import product
 from pathlib import Path
+from statistics import geometric_mean
 
 from rawflash.hardware import chip, kernels_on
 from rawflash.problem import Problem
@@ -17,8 +18,9 @@ from rawflash.tiling import plan_tiles
 
 ROOT = Path(__file__).resolve().parents[1]
 GPU = {
-    "grid": "gpu-2026-11-24-grid.json",
-    "decode, float": "gpu-2026-11-24-decode-float.json",
+    "grid": "gpu-2026-11-24-later-grid.json",
+    "decode, float": "gpu-2026-11-24-later-decode-float.json",
+    "mma": "mma-2026-11-24.json",  # bench.variants: kernels of mma.sync where the plan has those of Hopper
     "grid before": "gpu-2026-11-22-grid.json",  # when cupy_raw had multiply-adds in 16 bits
     "shared heads before": "gpu-2026-11-22-gqa-half-sweep.json",  # as well
     "float before": "gpu-2026-11-22-decode-float.json",  # when float32 was split as it was read
@@ -119,3 +121,10 @@ def speeds(record, *cases, ours="cupy_raw", unit="tflops", beside=None):
         ratio = f"{mine / rate:.2f}" if peer else ""
         lines.append(f"{case:<{width}}{family:<16}{mine:>6.{digits}f}  {its:<22}{ratio:>5}".rstrip())
     print("\n".join(lines))
+
+
+def ratios(record, prefix, ours, peer):
+    """The geometric mean, the least and the largest of all ratios of speed of cases whose names begin so."""
+    rows = [row["runners"] for row in read(f"bench/results/{GPU[record]}")["rows"] if row["name"].startswith(prefix)]
+    found = [runners[peer]["burst_us"][1] / runners[ours]["burst_us"][1] for runners in rows]
+    return f"{geometric_mean(found):.2f} ({min(found):.2f} to {max(found):.2f}) over {len(found)} cases"
