@@ -296,10 +296,11 @@ BROKEN = {
     "rows that follow, and keys that no row sees": (
         "packed, keys that no row sees", "if (SKIPS && !rows_end && (", "if (SKIPS && ("),
     "keys that follow are left": ("lengths", "if (keys_follow && left < BC)", "if (false)"),
-    "rows that follow are left": ("packed", "rows_end = rows_follow &&", "rows_end = false &&"),
+    "rows that follow are left": ("packed", "return rows_follow &&", "return false &&"),
     "rows that follow are cleared too late": ("packed", "fence_shared();\n                all_meet();", "all_meet();"),
     "dS is not fenced": ("one tile", "fence_shared();\n            all_meet();  // dS", "all_meet();  // dS"),
     "dS is not waited for": ("one more, d = 64", "all_meet();  // dS is there", "// dS is there"),
+    "the next Q is taken to be there": ("many steps", "there = ended(", "there = true || ended("),
     "Q is given back early": ("many steps", "await_products<0>();  // dK, whose factor dS is in registers\n", ""),
     "dP is read early": ("one tile", "await_products<0>();  // dP\n", "\n"),
     "dQ is read early": ("one tile", "await_products<1>();  // dV, dQ", "await_products<2>();"),

@@ -264,8 +264,16 @@ __device__ __forceinline__ void compute_all(const Call& call, const Work& work, 
             *limits = make_uint4(first[0], first[1], count[0], count[1]);
         }
 
+        // Of the next step, before what this one still waits for: do the sequence's rows end in it, is Q known to be there, and where
+        const auto ends = [&]() { return rows_follow && i0 + BR > q_length; };
+        bool rows_end = ends(), there = false;
+        unsigned long long Q_now = Q;
+        const auto advance = [&]() {
+            next_step();
+            rows_end = ends();
+            Q_now = moved(Q_now, at.stage ? BR * TO_D * 2 : -(STAGES - 1) * BR * TO_D * 2);
+        };
         for (int steps = work.steps; steps > 0; steps--) {
-            const bool rows_end = rows_follow && i0 + BR > q_length;
             unsigned char* const tile = on_chip + AT_DS + steps % S_STAGES * (BC * BR * 2);
             const int of_q = at.stage * (BR * TO_D * 2 >> 4), of_o = at.stage * (BR * TO_V * 2 >> 4);
             const int of_s = steps % S_STAGES * (BC * BR * 2 >> 4);
@@ -318,13 +326,15 @@ __device__ __forceinline__ void compute_all(const Call& call, const Work& work, 
                 pass_on(dQ);
                 tell();
                 arrive_as_warp(barriers + READ + at.stage, lane);
-                next_step();
+                advance();
+                there = false;
                 continue;
             }
 
             // S^T = K Q^T
             float S[BR / 2];
-            await(barriers + Q_THERE + at.stage, at.parity);
+            if (!there)
+                await(barriers + Q_THERE + at.stage, at.parity);
             if (rows_end) {
                 clear_rows<BR, TO_D, COMPUTING * WARPGROUP>(on_chip + AT_Q + at.stage * BR * TO_D * 2, q_length - i0, threadIdx.x - WARPGROUP);
                 fence_shared();
@@ -333,7 +343,7 @@ __device__ __forceinline__ void compute_all(const Call& call, const Work& work, 
             fence_products();
 #pragma unroll
             for (int n = 0; n < TO_D / SUM; n++)
-                multiply_ss<BR>(S, moved(K, column_step<BC>(n)), moved(Q, column_step<BR>(n)) + of_q, n > 0);
+                multiply_ss<BR>(S, moved(K, column_step<BC>(n)), moved(Q_now, column_step<BR>(n)), n > 0);
             commit_products();
 
             // dP^T = V dO^T, 64 rows at a time
@@ -444,9 +454,11 @@ __device__ __forceinline__ void compute_all(const Call& call, const Work& work, 
                 begin_dK(DK_FIRST, BR / SUM);
             }
             tell();
+            const unsigned stage = at.stage;
+            advance();
+            there = ended(barriers + Q_THERE + at.stage, at.parity);
             await_products<0>();  // dK, whose factor dS is in registers
-            arrive_as_warp(barriers + READ + at.stage, lane);
-            next_step();
+            arrive_as_warp(barriers + READ + stage, lane);
         }
         all_meet();  // no thread reads K and V any more
     }
