@@ -58,12 +58,22 @@ MMA_FORWARD = {
     64: ((128, 128), (128, 64), (128, 32), (64, 64), (64, 32)),
     128: ((128, 64), (128, 32), (64, 64), (64, 32)),
 }
-# The same of cupy_raw, whose widths reach further
-RAW_FORWARD = MMA_FORWARD | {192: ((64, 64), (64, 32)), 256: ((64, 64), (64, 32))}
+# The same of cupy_raw, whose widths reach further. Low blocks have more keys: what is on its way hides memory's latency
+RAW_FORWARD = {
+    64: ((128, 128), (128, 64), (128, 32), (64, 256), (64, 128), (64, 64), (64, 32)),
+    128: ((128, 64), (128, 32), (64, 128), (64, 64), (64, 32)),
+    192: ((64, 64), (64, 32)),
+    256: ((64, 64), (64, 32)),
+}
+# At most so many where scores are more than products and a band, by one option and by several: what these leave of the
+# registers
+RAW_WORKED = {64: (128, 64), 128: (64, 64), 192: (64, 64), 256: (64, 64)}
+RAW_SEVERAL = {64: (64, 64), 128: (64, 64), 192: (64, 64), 256: (64, 32)}
 RAW_THREADS = 128  # of a forward block
-RAW_LOW = 64  # rows of one where taller ones would leave multiprocessors without any
+RAW_SHARING = 2  # of these share a multiprocessor
+RAW_LOW = 64  # rows of one where there are no more, or where taller ones would leave multiprocessors without any
+RAW_STEPS = 16  # of taller ones, for each that a device has room for: from there on their keys are shared out instead
 LN2 = math.log(2)
-RAW_WORKED = 64  # keys of one at most where scores are more than products and a band: what that leaves of the registers
 RAW_MERGE = 640  # keys that a thread block could go through while parts are merged
 MMA_BACKWARD = {64: ((128, 128, 2), (64, 128, 2), (64, 64, 2), (64, 64, 1)), 128: ((64, 128, 2), (64, 64, 1))}
 RAW_BACKWARD = {
@@ -197,11 +207,12 @@ WGMMA_FORWARD = {
     64: (WarpgroupForward(256, 64, turns=False, stages=8, least=193, own=True), WarpgroupForward(128, 128)),
     128: (
         WarpgroupForward(192, 64, turns=False, stages=4, least=193, most=8192, band=True, own=True),
+        WarpgroupForward(128, 128, most=2048),
         WarpgroupForward(128, 128, q_stays=True),
         WarpgroupForward(128, 96),
     ),
     192: (WarpgroupForward(128, 128), WarpgroupForward(128, 96)),
-    256: (WarpgroupForward(128, 80), WarpgroupForward(128, 64)),
+    256: (WarpgroupForward(128, 64, most=2048), WarpgroupForward(128, 80), WarpgroupForward(128, 64)),
 }
 # Of a thread that copies, and of one that multiplies, by warpgroups
 WGMMA_REGISTERS = {2: (24, 240), 3: (32, 160), 4: (32, 112)}
@@ -625,7 +636,7 @@ def _share_out(problem: Problem, chip: Chip, tiles: Tiles) -> Tiles:
     is free. Lengths are those of the arrays.
     """
     heads, rows = problem.B * problem.Hq, -(-problem.Tq // tiles.br)
-    processors = chip.processors or 0
+    processors = (chip.processors or 0) * (RAW_SHARING if tiles.family == MMA else 1)
     merge = PART_MERGE if tiles.family != MMA else RAW_MERGE / tiles.bc
     if (chip.family == HALVES and tiles.family == MMA) or not 0 < heads * rows <= 2 * processors:
         return tiles
@@ -995,13 +1006,17 @@ def _raw_forward(problem: Problem, chip: Chip, order: str) -> Tiles:
         )
         return Tiles(br, bc, resident, chip.name, limit, order, family=MMA, threads=RAW_THREADS)
 
-    options = (problem.bias, problem.softcap, problem.mask)
-    worked = problem.alibi or problem.dropout or any(option is not None for option in options)
-    worked = worked or not scale_later(problem)
-    shapes = [(br, bc) for br, bc in RAW_FORWARD[max(to_d, to_dv)] if not worked or bc <= RAW_WORKED]
+    widest, options = max(to_d, to_dv), (problem.bias, problem.softcap, problem.mask)
+    worked = problem.alibi + (problem.dropout > 0) + sum(option is not None for option in options)
+    worked = max(worked, int(not scale_later(problem)))
+    most = (RAW_SEVERAL if worked > 1 else RAW_WORKED)[widest]
+    shapes = [(br, bc) for br, bc in RAW_FORWARD[widest] if not worked or (br <= most[0] and bc <= most[1])]
     if problem.sram is None and chip.processors:
-        few = problem.B * problem.Hq * -(-problem.Tq // shapes[0][0]) <= chip.processors
-        shapes.sort(key=lambda shape: few and shape[0] > RAW_LOW)
+        br, bc = shapes[0]
+        blocks = problem.B * problem.Hq * -(-problem.Tq // br)
+        steps = blocks * -(-problem.Tk // bc)
+        few = blocks <= chip.processors and steps < RAW_STEPS * RAW_SHARING * chip.processors
+        shapes.sort(key=lambda shape: (few or problem.Tq <= RAW_LOW) and shape[0] > RAW_LOW)
     plans = [tiles_of(*shape) for shape in shapes]
     for room in (limit // 2, limit) if problem.sram is None else (limit,):
         for plan in plans:

@@ -508,7 +508,7 @@ def plain(**options):
 
 
 RELEASE = "        if (leads())\n            arrive(&rest.empty_K[k]);\n"
-EARLY = "await(&rest.full_K[k], n / STAGES & 1);\n" + RELEASE
+WAIT = "        if (BESIDE || !there_K)\n            await(&rest.full_K[k], n / STAGES & 1);\n"
 BROKEN = {
     "a sum of any size": (("!(total[r] < MOST_SUM)", "false"), lambda: scores("sums 700")),
     "outputs of any size": (("| !(finite[2 * r] + finite[2 * r + 1] == 0.0f)", ""), lambda: scores("values 0", d=128)),
@@ -528,7 +528,19 @@ BROKEN = {
     "the same halves are exchanged": (("odd ? left : right", "odd ? right : left"), plain(Hq=1, Tq=100, d=256)),
     "the counter is not cleared": (("call.counters[0] = 0", "call.counters[0] = 1"), plain(causal=True)),
     "K is released before it was read": (
-        ("await(&rest.full_K[k], n / STAGES & 1);\n", EARLY), plain(Hq=1, Tq=100)
+        (WAIT, WAIT + RELEASE), plain(Hq=1, Tq=100)
+    ),
+    "the next K is taken to be there": (
+        ("there_K = ended(", "there_K = true || ended("), plain(d=64, Hq=1, Tq=200, Tk=900)
+    ),
+    "the next V is taken to be there": (
+        ("there_V = ended(", "there_V = true || ended("), plain(d=64, Hq=1, Tq=200, Tk=900)
+    ),
+    "the next piece's K is taken to be there": (
+        ("there_K = there_V = false;", "there_K = true, there_V = false;"), plain(d=64, Hq=1, Tq=200)
+    ),
+    "V is released before it was read": (
+        ("await_products<BESIDE ? 1 : 0>();", "await_products<1>();"), plain(d=64, Hq=1, Tq=200, Tk=900)
     ),
     "O is not made visible to copies": (
         ("        fence_shared();\n        __syncwarp();", "        __syncwarp();"), plain()
@@ -537,7 +549,7 @@ BROKEN = {
         ("        if (lane == 0)\n            await_stores_read<0>();\n", ""), plain(B=2, Hq=4)
     ),
     "P of the step before is not waited for": (
-        ("l[0] + l[1];\n        await_products<0>();", "l[0] + l[1];\n        await_products<1>();"), plain()
+        ("l[0] + l[1];\n            await_products<0>();", "l[0] + l[1];\n            await_products<1>();"), plain()
     ),
 }  # fmt: skip
 
@@ -551,7 +563,7 @@ def test_broken_kernels_are_seen(monkeypatch, name):
     here.check(case, reference)
     here.changes.append(change)
     if name.startswith("K is"):  # and only then
-        here.changes.append((RELEASE + "        finish_", "        finish_"))
+        here.changes.append((RELEASE + "        if constexpr (!BESIDE", "        if constexpr (!BESIDE"))
     with pytest.raises(AssertionError):
         here.check(case, reference)
 

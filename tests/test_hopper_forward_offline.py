@@ -121,12 +121,15 @@ def test_exponentials_run_beside_products(name, tmp_path):
     for loop in loops:
         waits = [n for n, x in enumerate(loop) if "WARPGROUP.DEPBAR" in x]
         beside = br // 64 < 4  # the warpgroup's own products; those of four run beside others'
-        assert ["0x1" in loop[n] for n in waits] == [beside, False]  # for S; then for O
+        assert ["0x1" in loop[n] for n in waits] == ([True, False] if beside else [False])  # for S; then for O, or for both
         exponentials = [n for n, x in enumerate(loop) if "MUFU.EX2" in x]
-        between = [n for n in exponentials if waits[0] < n < waits[1]]
+        between = [n for n in exponentials if waits[0] < n < (waits[1] if beside else len(loop))]
         assert exponentials == between
         extra = bc // 2 if "softcap" in options else 0  # its own
         assert bc // 2 + extra <= len(between) <= bc // 2 + extra + 2  # and alpha
         assert sum("HGMMA" in x for x in loop) == -(-d // 16) + bc // 16
+        # Four find out before their exponentials end whether the next copies have
+        asked = [n for n, x in enumerate(loop) if "SYNCS.PHASECHK" in x and "TRYWAIT" not in x]
+        assert len(asked) == (0 if beside else 2) and all(n < exponentials[-1] for n in asked)
         forbidden = [x for x in loop if re.search(r"\b(LDL|STL|MEMBAR|CALL|LDG)", x)]
         assert not forbidden

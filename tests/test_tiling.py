@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rawflash import masks as M
 from rawflash import tiling
 from rawflash.errors import BackendError, ProblemError, TileError
 from rawflash.hardware import CHIPS, Chip, chip, chip_of, kernels_on
@@ -322,11 +323,38 @@ def test_few_blocks_of_halves_are_low_and_share_keys():
     """Not more thread blocks than multiprocessors: lower ones, and, if these are few as well, parts of the keys."""
     assert by_raw(processors=132, T=2048, Hq=32).br == 128  # 512 of them
     low = by_raw(processors=132, T=2048, Hq=8)
-    assert (low.br, low.bc, low.parts) == (64, 64, 1)
+    assert (low.br, low.bc, low.parts) == (64, 256, 1)
     few = by_raw(processors=132, T=4096, Hq=1)
-    assert few.br == 64 and few.parts == 2 and few.part_keys % few.bc == 0
+    assert few.br == 64 and few.parts == 4 and few.part_keys % few.bc == 0
     assert by_raw(processors=132, T=4096, Hq=1, sram=1 << 18).br == 128
     assert by_raw(processors=132, T=512, Hq=1).parts == 1  # merging would take longer
+
+
+def test_few_rows_and_long_keys_of_halves_fill_the_device():
+    """Two thread blocks for each multiprocessor, of 64 rows where there are no more; else of 128, or 64 if keys are few."""
+
+    def planned(Tq, Tk, Hq=16, d=128, **more):
+        asked = problem(**(HALF | dict(backend="cupy_raw", B=1, Hq=Hq, Hkv=Hq, Tq=Tq, Tk=Tk, d=d, dv=d) | more))
+        tiles = plan_tiles(asked, kernels_on("cupy_raw", replace(chip("sm_100"), processors=132)), "forward")
+        return tiles.br, tiles.bc, tiles.parts * -(-Tq // tiles.br) * Hq
+
+    assert planned(17, 65536) == planned(64, 65536) == (64, 128, 256)
+    assert planned(64, 65536, Hq=32, d=64) == (64, 256, 256)
+    assert planned(128, 65536) == planned(256, 65536) == (128, 64, 256)
+    assert planned(128, 8192) == (64, 128, 256)
+    assert planned(64, 4096, Hq=1000) == (64, 128, 1000)
+    assert planned(64, 65536, softcap=20.0) == planned(64, 65536, bias=(1, 1, 1, 65536)) == (64, 64, 256)
+
+
+def test_options_of_halves_leave_registers_to_scores():
+    """Blocks for one option, and for several, by the wider of d and dv."""
+    mask, bias = M.PrefixLM(3), (1, 1, 1, 1)
+    one, several = dict(dropout=0.1), dict(dropout=0.1, bias=bias)
+    for d in (64, 128, 192, 256):
+        for more, most in ((one, tiling.RAW_WORKED), (dict(mask=mask), tiling.RAW_WORKED), (several, tiling.RAW_SEVERAL),
+                           (dict(mask=mask, softcap=5.0), tiling.RAW_SEVERAL), (dict(bias=bias), tiling.RAW_WORKED)):  # fmt: skip
+            tiles = by_raw(d=d, dv=64, T=4096, Hq=64, **more)
+            assert (tiles.br, tiles.bc) == most[d]
 
 
 # ---- 16-bit gradients of cupy_raw ---------------------------------------------------------------------

@@ -153,6 +153,9 @@ __device__ __forceinline__ float tangent(float x)
     return fabsf(x) < NEAR ? near : far;
 }
 
+// Numbers of the bias are read all at once, which is faster, or where that takes too many registers one behind the other.
+constexpr bool BIAS_IN_TURN = MT > 1 || HAS_MASK || SOFTCAP || ALIBI || depth_columns(most_of(D, DV)) > 128;
+
 // S as products -> scores of a tile whose first pair is (i0, j0); the lane's first one is (i, j0 + left). Rows before `rows` and columns before
 // `keys`, counted from there, exist; for the others something else of the bias is read that does.
 __device__ __forceinline__ void find_scores(
@@ -160,12 +163,13 @@ __device__ __forceinline__ void find_scores(
 {
     typedef Storage<BIAS_TYPE>::stored bias_type;
     const float scale = SOFTCAP ? at.scale / float(call.softcap) : at.scale, cap = float(call.softcap);
-    const bias_type* bias[ROWS];
+    constexpr int BIAS_ROWS = BIAS_OVER_ROWS ? 1 : ROWS;
+    const bias_type* bias[BIAS_ROWS];
     float distance[ROWS];
 #pragma unroll
     for (int r = 0; r < ROWS; r++) {
-        if constexpr (BIAS)
-            bias[r] = (const bias_type*)call.bias.data + (at.s.b * call.bias.b + at.h * call.bias.h + j0 * call.bias.j) +
+        if (BIAS && r < BIAS_ROWS)
+            bias[r] = (const bias_type*)call.bias.data + (at.s.b * call.bias.b + at.h * call.bias.h + (BIAS_OVER_KEYS ? 0 : j0 + left) * call.bias.j) +
                       (BIAS_OVER_ROWS ? 0 : 8 * r < rows ? i + 8 * r : i0) * call.bias.i;
         if constexpr (ALIBI)
             distance[r] = float(i + 8 * r + at.s.offset - j0 - left);
@@ -175,7 +179,21 @@ __device__ __forceinline__ void find_scores(
 #pragma unroll
         for (int side = 0; side < 2; side++) {
             const int x = 8 * n + side;
-            const long long to = BIAS && !BIAS_OVER_KEYS ? (x < keys ? left + x : 0) * call.bias.j : 0;
+            float more[BIAS_ROWS] = {};
+            if constexpr (BIAS) {
+#pragma unroll
+                for (int r = 0; r < BIAS_ROWS; r++) {
+                    if constexpr (BIAS_OVER_KEYS) {
+                        more[r] = widen<BIAS_TYPE>(*bias[r]);
+                    } else if constexpr (BIAS_IN_TURN) {
+                        if (x < keys)
+                            more[r] = widen<BIAS_TYPE>(*bias[r]);
+                        bias[r] += (side ? 7 : 1) * call.bias.j;
+                    } else {
+                        more[r] = widen<BIAS_TYPE>(bias[r][(x < keys ? x : -left) * call.bias.j]);
+                    }
+                }
+            }
 #pragma unroll
             for (int r = 0; r < ROWS; r++) {
                 float& s = S[r / 2][n][r % 2 * 2 + side];
@@ -183,8 +201,8 @@ __device__ __forceinline__ void find_scores(
                 if constexpr (SOFTCAP)
                     s = cap * tangent(s);
                 if constexpr (BIAS) {
-                    const float more = widen<BIAS_TYPE>(bias[BIAS_OVER_ROWS ? 0 : r][to]);
-                    s = more == -INFINITE ? -INFINITE : s + more;  // it hides the key, whatever its score is
+                    const float y = more[BIAS_OVER_ROWS ? 0 : r];
+                    s = y == -INFINITE ? -INFINITE : s + y;  // it hides the key, whatever its score is
                 }
                 if constexpr (ALIBI)
                     s -= at.slope * fabsf(distance[r] - float(x));
@@ -192,10 +210,29 @@ __device__ __forceinline__ void find_scores(
         }
 }
 
+// Which rows of which head a thread block has. Where registers are scarce, that is found out in each step.
+constexpr bool SCARCE = BIAS || (HAS_MASK && depth_columns(most_of(D, DV)) > 128);
+
+struct Rows {
+    Head at;
+    long long i0;
+};
+
+__device__ __forceinline__ Rows rows_of(const Call& call, const Rows& known)
+{
+    if constexpr (!SCARCE)
+        return known;
+    const Work work = work_of(call, once_more(blockIdx.x));
+    return {head(call, sequence(call, work.b), work.h), work.block * BR};
+}
+
 // S as products -> scores, hidden ones -inf. j0 is the first key of the block.
 __device__ __forceinline__ void finish_scores(
-    const Call& call, const Head& at, float (&S)[MT][NS][4], const Seen& seen, const Step& step, long long i0, long long j0)
+    const Call& call, const Rows& known, float (&S)[MT][NS][4], const Seen& seen, const Step& step, long long j0)
 {
+    const Rows mine = rows_of(call, known);
+    const Head& at = mine.at;
+    const long long i0 = mine.i0;
     const unsigned thread = once_more(threadIdx.x);
     const int left = step.j + 2 * (int)(thread % 4), keys = seen.keys - left;  // seen from the lane's first column
     const long long i = i0 + ScoreTile::row(0, thread), j = j0 + 2 * (thread % 4);
@@ -306,8 +343,11 @@ __device__ __forceinline__ void softmax_step(float (&S)[MT][NS][4], float (&O)[M
 
 // P -> Z P but for the factor of what is kept, which O gets in the end. Two lanes share the four keys of a counter: each makes the numbers of one of
 // their two rows.
-__device__ __forceinline__ void drop(const Call& call, const Head& at, float (&P)[MT][NS][4], long long i0, long long j0)
+__device__ __forceinline__ void drop(const Call& call, const Rows& known, float (&P)[MT][NS][4], long long j0)
 {
+    const Rows mine = rows_of(call, known);
+    const Head& at = mine.at;
+    const long long i0 = mine.i0;
     const int odd = lane_t() % 2;
     const unsigned threshold = (unsigned)call.keep_threshold, first = (unsigned)(j0 / 4) + lane_t() / 2, row = (unsigned)i0 + ScoreTile::row(odd);
     unsigned bits[MT][BIT_WORDS];
@@ -518,7 +558,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) fa2_forward(const __gri
         float S[MT][NS][4];
         const unsigned thread = once_more(threadIdx.x);
         products(S, Q, q_at(thread), base + K_AT + lane_columns<COLUMNS_D>(thread));
-        finish_scores(call, at, S, seen, step, i0, j0);
+        finish_scores(call, {at, i0}, S, seen, step, j0);
         const Step next = SEARCHED ? step_from(j0 + BC) : step_at(step.j - BC);
         await_groups<0>();
         __syncthreads();  // V_j is there, and no thread reads K_j any more
@@ -532,7 +572,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) fa2_forward(const __gri
         // m_new = max(m, rowmax(S)); P = exp(S - m_new); l = alpha l + rowsum(P); O = alpha O + P V
         softmax_step(S, O, m, l, power);
         if constexpr (DROPOUT)
-            drop(call, at, S, i0, j0);
+            drop(call, {at, i0}, S, j0);
         add_output(O, S, base + V_AT + lane_rows<COLUMNS_V>(once_more(threadIdx.x)));
         step = next;
     }
@@ -544,7 +584,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) fa2_forward(const __gri
 // O, m and l of all parts -> O = O / l, lse. A thread block has 16 rows, each of which eight neighbouring lanes merge, four columns at a time.
 constexpr int MERGED_ROWS = 16, MERGED = 4, MERGING = 8;
 
-extern "C" __global__ void __launch_bounds__(THREADS) fa2_forward_merge(const __grid_constant__ Call call)
+extern "C" __global__ void __launch_bounds__(THREADS, 4) fa2_forward_merge(const __grid_constant__ Call call)
 {
     static_assert(BR % MERGED_ROWS == 0 && THREADS == MERGED_ROWS * MERGING, "all rows of a thread block are of one block of rows");
     const unsigned blocks = (unsigned)((call.Tq + MERGED_ROWS - 1) / MERGED_ROWS), bh = blockIdx.x / blocks, Hq = (unsigned)call.Hq;

@@ -392,6 +392,8 @@ struct Consumer {
     const int group, warp, lane;  // warpgroup, warp of it
     int part;                     // which ROWS of a piece it has
     unsigned n;                   // blocks of keys so far
+    unsigned long long next_K, next_V;  // what the next step multiplies
+    bool there_K, there_V;              // is that known?
     int own, behind;              // of a piece: blocks that its rows see any of, and those behind them
     float O[WIDTH / 2], S[BC / 2], m[2], l[2];
     unsigned P[BC / 16][4], Q[Q_STAYS ? ceil_div(D, 16) : 1][4];
@@ -426,11 +428,16 @@ struct Consumer {
                 Q[s][x] = *(const unsigned*)(rows + s / 4 * BR * SLAB_ROW + in_slab(first_row() + lane / 4 + x % 2 * 8, s % 4 * 2 + x / 2));
     }
 
+    __device__ __forceinline__ unsigned long long factor_K(unsigned stage) const { return moved(factor(on_chip + AT_K), stage * K_BYTES); }
+    __device__ __forceinline__ unsigned long long factor_V(unsigned stage) const
+    {
+        return moved(factor(on_chip + AT_V, BC * SLAB_ROW), stage * V_BYTES);
+    }
+
     // S = Q K^T, begun
-    __device__ __forceinline__ void begin_scores(unsigned slot, unsigned stage)
+    __device__ __forceinline__ void begin_scores(unsigned slot, unsigned long long k)
     {
         const unsigned long long q = moved(factor(on_chip), slot * Q_BYTES + part * ROWS * SLAB_ROW);
-        const unsigned long long k = moved(factor(on_chip + AT_K), stage * K_BYTES);
         fence_products();
 #pragma unroll
         for (int s = 0; s < ceil_div(D, 16); s++) {
@@ -444,9 +451,8 @@ struct Consumer {
     }
 
     // O += P V, begun
-    __device__ __forceinline__ void begin_output(unsigned stage)
+    __device__ __forceinline__ void begin_output(unsigned long long v)
     {
-        const unsigned long long v = moved(factor(on_chip + AT_V, BC * SLAB_ROW), stage * V_BYTES);
         fence_products();
 #pragma unroll
         for (int s = 0; s < BC / 16; s++)
@@ -596,7 +602,7 @@ struct Consumer {
     // What of a piece gives the maximum first: S_j and P_j of the last block of keys.
     template <int WAY> __device__ __forceinline__ void first_step(const Piece& piece, unsigned slot, int j0)
     {
-        begin_scores(slot, n % STAGES);
+        begin_scores(slot, factor_K(n % STAGES));
 #pragma unroll
         for (int x = 0; x < WIDTH / 2; x++)
             O[x] = 0;
@@ -609,29 +615,42 @@ struct Consumer {
         narrow_P();
     }
 
-    // A step but the first: S_j and O += P_{j-1} V_{j-1}.
+    // A step but the first: S_j and O += P_{j-1} V_{j-1}. Where the next step's factors are, and whether their copies have ended, is found out before
+    // the exponentials: so its products begin right behind them.
     template <int WAY, bool MASKED> __device__ __forceinline__ void step(const Piece& piece, unsigned slot, int j0)
     {
         const unsigned k = n % STAGES, v = (n - 1) % STAGES;
-        await(&rest.full_K[k], n / STAGES & 1);
+        if (BESIDE || !there_K)
+            await(&rest.full_K[k], n / STAGES & 1);
         if constexpr (TURNS)
             meet(FIRST_TURN + group, 2 * WARPGROUP);
-        begin_scores(slot, k);
-        await(&rest.full_V[v], (n - 1) / STAGES & 1);
-        begin_output(v);
+        begin_scores(slot, BESIDE ? factor_K(k) : next_K);
+        if (BESIDE || !there_V)
+            await(&rest.full_V[v], (n - 1) / STAGES & 1);
+        begin_output(BESIDE ? factor_V(v) : next_V);
+        if constexpr (!BESIDE)  // K by additions: the assembler would compute a function of n again where it is needed
+            next_K = moved(next_K, (n + 1) % STAGES ? K_BYTES : -(STAGES - 1) * K_BYTES), next_V = factor_V(k);
         if constexpr (TURNS)
             announce(FIRST_TURN + (group + 1) % CONSUMERS, 2 * WARPGROUP);
         await_products<BESIDE ? 1 : 0>();  // S_j is there, and nobody reads K_j
         if (leads())
             arrive(&rest.empty_K[k]);
+        if constexpr (!BESIDE) {
+            if (leads())
+                arrive(&rest.empty_V[v]);
+            there_K = ended(&rest.full_K[(n + 1) % STAGES], (n + 1) / STAGES & 1);
+            there_V = ended(&rest.full_V[k], n / STAGES & 1);
+        }
         finish_scores<MASKED>(piece, j0);
         float alpha[2];
         const bool moves = softmax<WAY, MASKED>(alpha);
-        // The assembler moves arithmetic across a wait, but not what is stored: so the exponentials are taken before it
-        *(volatile float*)&rest.pin[threadIdx.x - WARPGROUP] = l[0] + l[1];
-        await_products<0>();
-        if (leads())
-            arrive(&rest.empty_V[v]);
+        if constexpr (BESIDE) {
+            // The assembler moves arithmetic across a wait, but not what is stored: so the exponentials are taken before it
+            *(volatile float*)&rest.pin[threadIdx.x - WARPGROUP] = l[0] + l[1];
+            await_products<0>();
+            if (leads())
+                arrive(&rest.empty_V[v]);
+        }
         if (WAY != FIXED && moves) {
 #pragma unroll
             for (int x = 0; x < WIDTH / 2; x++)
@@ -669,7 +688,10 @@ struct Consumer {
         first_step<EXACT>(piece, slot, j0);
         if constexpr (RAGGED || PACKED)
             clear_values(piece, j0);
+        next_V = factor_V(n % STAGES);
         n++;
+        next_K = factor_K(n % STAGES);
+        there_K = there_V = false;
 
         if constexpr (AGAIN) {
             for (int j = own - 1; j > 0; j--)
@@ -686,7 +708,7 @@ struct Consumer {
         }
         const unsigned v = (n - 1) % STAGES;
         await(&rest.full_V[v], (n - 1) / STAGES & 1);
-        begin_output(v);
+        begin_output(BESIDE ? factor_V(v) : next_V);
     }
 
     // Blocks of keys that others of the piece see: their copies are awaited, so that a barrier is never more than a phase ahead.

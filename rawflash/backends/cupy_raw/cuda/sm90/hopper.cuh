@@ -64,11 +64,11 @@ __device__ __forceinline__ void arrive_expecting(Barrier* barrier, int bytes)
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes) : "memory");
 }
 
-// Has the phase ended that has this parity? They have 0, 1, 0, ... A barrier that is new is in phase 0, as if one of parity 1 had just ended.
+// Has the phase ended that has this parity? Nobody waits. They have 0, 1, 0, ... A barrier that is new is in phase 0, as if one of parity 1 had just ended.
 __device__ __forceinline__ bool ended(Barrier* barrier, int parity)
 {
     unsigned done;
-    asm volatile("{\n.reg .pred p;\nmbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, p;\n}"
+    asm volatile("{\n.reg .pred p;\nmbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, p;\n}"
                  : "=r"(done) : "r"(shared_address(barrier)), "r"(parity) : "memory");
     return done;
 }
