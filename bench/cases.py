@@ -195,6 +195,15 @@ def _ragged() -> list[Case]:
     return [case for case in both_ways(*shapes) if case.causal or case.d == 128]
 
 
+def _few() -> list[Case]:
+    """Few rows of few heads and long keys: fewer blocks of rows than a device has multiprocessors."""
+    sizes = [(128, 16, (17, 64, 128, 256)), (64, 32, (17, 64, 128, 256)), (128, 4, (17, 128))]
+    return [
+        Case(B=1, Hq=H, Hkv=H, Tq=Tq, Tk=Tk, d=d, dv=d, peers=("torch-flash", "torch-cudnn"))
+        for d, H, rows in sizes for Tk in (8192, 65536) for Tq in rows
+    ]  # fmt: skip
+
+
 OVERHEAD = ("attention", "attention-lse", "attention-torch", "attention-numba_cuda", "attention_backward")
 
 
@@ -236,6 +245,7 @@ _GROUPS: dict[str, list[Case]] = {
     "decode": _decode(),
     "numba": _numba(),
     "ragged": _ragged(),
+    "few": _few(),
     "overhead": [Case(measure="overhead", what=what, dtype="float32",
                       backends=("numba_cuda" if "numba" in what else "cupy_raw",)) for what in OVERHEAD],
     "start": [Case(measure="start", dtype=dtype) for dtype in ("bfloat16", "float16", "float32", "float64")],

@@ -201,7 +201,8 @@ def problem(row: Row) -> str:
     """A case in words."""
     c = row["case"]
     heads = f"H = {c['Hq']}" + (f", Hkv = {c['Hkv']}" if c["Hkv"] != c["Hq"] else "")
-    words = [f"B = {c['B']}, {heads}, T = {c['Tk']}, d = {c['d']}"]
+    rows = "" if c["Tq"] == c["Tk"] or c["direction"] == "decode" else f"{c['Tq']} x "
+    words = [f"B = {c['B']}, {heads}, T = {rows}{c['Tk']}, d = {c['d']}"]
     words += ["causal"] * c["causal"] + [f"blocks of {c['page']}"] * bool(c["page"])
     return ", ".join(words)
 
@@ -475,6 +476,7 @@ TABLES: dict[str, tuple[str, Maker]] = {  # name of a block: whose rows, and wha
     "grid-fp16": ("gpu", speeds_of("grid-fp16")),
     "gqa": ("gpu", speeds_of("gqa")),
     "ragged": ("gpu", speeds_of("ragged")),
+    "few": ("gpu", speeds_of("few")),
     "float32": ("gpu", speeds_of("float32")),
     "float64": ("gpu", speeds_of("float64")),
     "decode": ("gpu", speeds_of("decode")),

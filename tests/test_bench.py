@@ -42,7 +42,7 @@ def test_grid_is_complete():
 
 def test_groups_and_patterns():
     wanted = {"grid", "grid-fp16", "gqa", "float32", "float64", "dense", "decode", "numba", "overhead", "start",
-              "sweep", "memory", "ragged", "cpu", "cpu-decode", "cpu-start", "cpu-memory", "cpu-sweep",
+              "sweep", "memory", "ragged", "few", "cpu", "cpu-decode", "cpu-start", "cpu-memory", "cpu-sweep",
               "quick"}  # fmt: skip
     assert wanted == set(GROUPS) and all(GROUPS.values())
     assert all(CASES[name].device == "cpu" for group in GROUPS for name in GROUPS[group]

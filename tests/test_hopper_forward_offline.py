@@ -121,7 +121,7 @@ def test_exponentials_run_beside_products(name, tmp_path):
     for loop in loops:
         waits = [n for n, x in enumerate(loop) if "WARPGROUP.DEPBAR" in x]
         beside = br // 64 < 4  # the warpgroup's own products; those of four run beside others'
-        assert ["0x1" in loop[n] for n in waits] == ([True, False] if beside else [False])  # for S; then for O, or for both
+        assert ["0x1" in loop[n] for n in waits] == ([True, False] if beside else [False])  # S, then O, or both
         exponentials = [n for n, x in enumerate(loop) if "MUFU.EX2" in x]
         between = [n for n in exponentials if waits[0] < n < (waits[1] if beside else len(loop))]
         assert exponentials == between
