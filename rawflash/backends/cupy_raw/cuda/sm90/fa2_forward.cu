@@ -58,6 +58,10 @@ constexpr float LN2 = 0.6931471805599453f;
 // tanh(x) = x + TANH_3 x^3 + ... + TANH_9 x^9 up to TANH_NEAR, to 2e-7 of it
 constexpr float TANH_NEAR = 0.6f, TANH_3 = -0.333326221f, TANH_5 = 0.133135423f, TANH_7 = -0.0522322804f, TANH_9 = 0.0156423785f;
 
+// Is the first S of a piece begun behind the last products of the one before? Not where warpgroups may have to wait for blocks of keys behind their own
+// in between, nor where shared pieces leave no register for it.
+constexpr bool FLOWS = !LOWER && !(BALANCED && (WIDTH > 128 || (CONSUMERS == 4 && !STATIC_MAXIMUM)));
+
 // Blocks of keys of a piece, as they are gone through: 0 is that of the last keys.
 struct Share { int from, to; };
 
@@ -121,8 +125,8 @@ __device__ __forceinline__ Steps steps_of(int lower, int upper, int keys, int fr
         seen = within(upper + from, high);
         high = within(upper + to - 1, high);
     }
-    if (low >= high)
-        return {none, 0, 0, 0};
+    if (low >= high)  // products all the same, where what comes next relies on them
+        return !FLOWS ? Steps{none, 0, 0, 0} : BAND ? Steps{0, none, none, 0} : Steps{0, none, none > 0, none - 1};
     const int end = low / BC, begin = (high - 1) / BC, gives = seen > 0 ? (seen - 1) / BC : 0;
     const int exact = begin - (gives > end ? gives : end) + 1;
     const int plain = begin - exact + 1 - (whole + BC - 1) / BC;  // blocks that begin after `whole`
@@ -214,7 +218,7 @@ __device__ __forceinline__ bool describe(volatile Piece& piece, const Call& call
     if constexpr (BALANCED && EVERY_OWN) {
 #pragma unroll
         for (int x = 0; x < CONSUMERS; x++) {
-            const int count = x * ROWS < rows ? share.to - share.from : 0;
+            const int count = FLOWS || x * ROWS < rows ? share.to - share.from : 0;
             volatile Steps& place = piece.steps[x];
             place.before = share.to - share.from - count, place.count = count, place.exact = count > 0, place.plain = count - 1;
         }
@@ -412,20 +416,21 @@ struct Consumer {
     }
 
     __device__ __forceinline__ bool leads() const { return threadIdx.x % WARPGROUP == 0; }
-    __device__ __forceinline__ int first_row() const { return part * ROWS + warp * WARP_ROWS; }
+    __device__ __forceinline__ int first_row() const { return first_row_of(part); }
 
     // Where a mask hides more from some rows than from others, these are taken in turn: so warpgroups have as much to do.
-    __device__ __forceinline__ void take_part(unsigned given) { part = EVERY_OWN && given % 2 ? CONSUMERS - 1 - group : group; }
+    __device__ __forceinline__ int part_of(unsigned given) const { return EVERY_OWN && given % 2 ? CONSUMERS - 1 - group : group; }
+    __device__ __forceinline__ int first_row_of(int part) const { return part * ROWS + warp * WARP_ROWS; }
 
     // Q of the piece to registers
-    __device__ __forceinline__ void load_queries(unsigned slot)
+    __device__ __forceinline__ void load_queries(unsigned slot, int part)
     {
         const unsigned char* const rows = on_chip + slot * Q_BYTES + 4 * (lane % 4);
 #pragma unroll
         for (int s = 0; s < ceil_div(D, 16); s++)
 #pragma unroll
             for (int x = 0; x < 4; x++)
-                Q[s][x] = *(const unsigned*)(rows + s / 4 * BR * SLAB_ROW + in_slab(first_row() + lane / 4 + x % 2 * 8, s % 4 * 2 + x / 2));
+                Q[s][x] = *(const unsigned*)(rows + s / 4 * BR * SLAB_ROW + in_slab(first_row_of(part) + lane / 4 + x % 2 * 8, s % 4 * 2 + x / 2));
     }
 
     __device__ __forceinline__ unsigned long long factor_K(unsigned stage) const { return moved(factor(on_chip + AT_K), stage * K_BYTES); }
@@ -435,7 +440,7 @@ struct Consumer {
     }
 
     // S = Q K^T, begun
-    __device__ __forceinline__ void begin_scores(unsigned slot, unsigned long long k)
+    __device__ __forceinline__ void begin_scores(unsigned slot, int part, unsigned long long k)
     {
         const unsigned long long q = moved(factor(on_chip), slot * Q_BYTES + part * ROWS * SLAB_ROW);
         fence_products();
@@ -600,18 +605,24 @@ struct Consumer {
     }
 
     // What of a piece gives the maximum first: S_j and P_j of the last block of keys.
-    template <int WAY> __device__ __forceinline__ void first_step(const Piece& piece, unsigned slot, int j0)
+    template <int WAY, bool BEGUN> __device__ __forceinline__ void first_step(const Piece& piece, unsigned slot, int j0)
     {
-        begin_scores(slot, factor_K(n % STAGES));
+        if constexpr (!BEGUN)
+            begin_scores(slot, part, factor_K(n % STAGES));
 #pragma unroll
         for (int x = 0; x < WIDTH / 2; x++)
             O[x] = 0;
-        await_products<0>();
-        if (leads())
+        if constexpr (!BEGUN)
+            await_products<0>();
+        if (own > 0 && leads())
             arrive(&rest.empty_K[n % STAGES]);
         finish_scores<true>(piece, j0);
         float alpha[2];
         softmax<WAY, true, true>(alpha);
+        if constexpr (BEGUN)
+#pragma unroll
+            for (int r = 0; r < 2; r++)
+                m[r] = own > 0 ? m[r] : -INFINITE, l[r] = own > 0 ? l[r] : 0.0f;
         narrow_P();
     }
 
@@ -624,7 +635,7 @@ struct Consumer {
             await(&rest.full_K[k], n / STAGES & 1);
         if constexpr (TURNS)
             meet(FIRST_TURN + group, 2 * WARPGROUP);
-        begin_scores(slot, BESIDE ? factor_K(k) : next_K);
+        begin_scores(slot, part, BESIDE ? factor_K(k) : next_K);
         if (BESIDE || !there_V)
             await(&rest.full_V[v], (n - 1) / STAGES & 1);
         begin_output(BESIDE ? factor_V(v) : next_V);
@@ -676,20 +687,24 @@ struct Consumer {
                 const int blocks = own, before = __shfl_sync(WARP, steps.before, 0);
                 own = __shfl_sync(WARP, steps.count, 0);
                 behind = blocks - before - own;
-                pass_over(before);
+                if constexpr (AGAIN || !FLOWS)
+                    pass_over(before);
                 j0 -= before * BC;
             }
         }
-        if (own == 0)
-            return;
-        if constexpr (Q_STAYS)
-            load_queries(slot);
-        await(&rest.full_K[n % STAGES], n / STAGES & 1);
-        first_step<EXACT>(piece, slot, j0);
+        if constexpr (AGAIN || !FLOWS) {
+            if (own == 0)
+                return;
+            if constexpr (Q_STAYS)
+                load_queries(slot, part);
+            await(&rest.full_K[n % STAGES], n / STAGES & 1);
+        }
+        first_step<EXACT, !AGAIN && FLOWS>(piece, slot, j0);
         if constexpr (RAGGED || PACKED)
-            clear_values(piece, j0);
+            if (own > 0)
+                clear_values(piece, j0);
         next_V = factor_V(n % STAGES);
-        n++;
+        n += own > 0;
         next_K = factor_K(n % STAGES);
         there_K = there_V = false;
 
@@ -707,8 +722,28 @@ struct Consumer {
                     step<PLAINLY, true>(piece, slot, j0 -= BC);
         }
         const unsigned v = (n - 1) % STAGES;
-        await(&rest.full_V[v], (n - 1) / STAGES & 1);
-        begin_output(BESIDE ? factor_V(v) : next_V);
+        if (own > 0)
+            await(&rest.full_V[v], (n - 1) / STAGES & 1);
+        const unsigned long long last_V = BESIDE ? factor_V(v) : next_V;
+        begin_output(AGAIN || !FLOWS || own > 0 ? last_V : factor(on_chip + slot * Q_BYTES, BC * SLAB_ROW));
+    }
+
+    // The first S of a piece, begun. Behind the last piece, and of one without keys, it is Q Q^T, which nobody looks at: a branch around products would
+    // have the assembler wait for each of them.
+    __device__ __forceinline__ void begin_piece(unsigned given, bool exists)
+    {
+        const unsigned slot = given % Q_BUFFERS;
+        const int its = part_of(given);
+        const Piece& piece = rest.piece[given % DESCRIBED];
+        const int sees = __shfl_sync(WARP, exists ? EVERY_OWN ? piece.steps[its].count : piece.blocks : 0, 0);
+        if (sees > 0) {
+            if constexpr (EVERY_OWN)
+                pass_over(__shfl_sync(WARP, piece.steps[its].before, 0));
+            if constexpr (Q_STAYS)
+                load_queries(slot, its);
+            await(&rest.full_K[n % STAGES], n / STAGES & 1);
+        }
+        begin_scores(slot, its, sees > 0 ? factor_K(n % STAGES) : factor(on_chip + slot * Q_BYTES));
     }
 
     // Blocks of keys that others of the piece see: their copies are awaited, so that a barrier is never more than a phase ahead.
@@ -799,25 +834,40 @@ struct Consumer {
         meet(FIRST_OWN + group, WARPGROUP);
     }
 
-    // O = O / l, lse = m + log l; or, if these rows are to be done again, their piece comes into the list.
-    template <bool AGAIN> __device__ __forceinline__ void finish(const Piece& piece, unsigned slot)
+    // What is needed of a piece to the end: its place may be another's when Q is released.
+    struct Left {
+        unsigned number;
+        int batch, h, row, rows, stored, others;
+        bool sees[2];  // has the row keys of its own, where P of scores of any size may have been taken without a maximum?
+        unsigned v;    // where its last V is
+    };
+
+    template <bool AGAIN> __device__ __forceinline__ Left leave(const Piece& piece, unsigned slot)
     {
-        // What is needed of the piece: its place may be another's when Q is released
-        const unsigned number = piece.number;
-        const int batch = piece.batch, h = piece.head, row = piece.row, rows = piece.rows, stored = piece.stored;
-        const int others = BALANCED && !AGAIN ? __shfl_sync(WARP, piece.others, 0) : 0;
-        bool sees[2] = {};  // has the row keys of its own, where P of scores of any size may have been taken without a maximum?
+        Left left = {piece.number, piece.batch, piece.head, piece.row, piece.rows, piece.stored};
+        left.others = BALANCED && !AGAIN ? __shfl_sync(WARP, piece.others, 0) : 0;
         if constexpr (LOWER && !AGAIN)
 #pragma unroll
             for (int r = 0; r < 2; r++) {
                 const int x = first_row() + lane / 4 + 8 * r;
-                sees[r] = within(piece.lower + x, piece.keys) < within(piece.upper + x, piece.keys);
+                left.sees[r] = within(piece.lower + x, piece.keys) < within(piece.upper + x, piece.keys);
             }
+        left.v = (n - 1) % STAGES;
+        if (FLOWS && !AGAIN && own == 0)
+            await_products<0>();  // which read Q
         arrive_as_warp(&rest.empty_Q[slot], lane);
-        await_products<0>();
+        return left;
+    }
+
+    // O = O / l, lse = m + log l; or, if these rows are to be done again, their piece comes into the list.
+    template <bool AGAIN> __device__ __forceinline__ void finish(const Left& left)
+    {
+        const unsigned number = left.number;
+        const int batch = left.batch, h = left.h, row = left.row, rows = left.rows, stored = left.stored, others = left.others;
+        const bool (&sees)[2] = left.sees;
         if (own && leads())
-            arrive(&rest.empty_V[(n - 1) % STAGES]);
-        if constexpr (EVERY_OWN)
+            arrive(&rest.empty_V[left.v]);
+        if constexpr (EVERY_OWN && (AGAIN || !FLOWS))
             pass_over(behind);
         if constexpr (BALANCED && !AGAIN) {
             if (others == FOR_ANOTHER) {
@@ -981,14 +1031,35 @@ extern "C" __global__ void __launch_bounds__(ALL_THREADS, 1) fa2_forward(const _
     if (TURNS && consumer.group == CONSUMERS - 1)
         announce(FIRST_TURN, 2 * WARPGROUP);
     unsigned given = 0;
-    for (;; given++) {
+    const auto is_piece = [&]() {
+        await(&rest.full_Q[given % Q_BUFFERS], given / Q_BUFFERS & 1);
+        return rest.piece[given % DESCRIBED].number != NONE;
+    };
+    if constexpr (FLOWS) {
+        unsigned more = is_piece();
+        consumer.begin_piece(given, more);
+        await_products<0>();
+        while (once_more(more)) {
+            const unsigned slot = given % Q_BUFFERS;
+            consumer.part = consumer.part_of(given);
+            consumer.attend<false>(rest.piece[once_more(given) % DESCRIBED], slot);
+            const Consumer::Left left = consumer.leave<false>(rest.piece[once_more(given) % DESCRIBED], slot);
+            given++;
+            more = is_piece();
+            consumer.begin_piece(given, more);
+            await_products<1>();
+            consumer.finish<false>(left);
+            await_products<0>();
+        }
+    } else for (;; given++) {
         const unsigned slot = given % Q_BUFFERS;
-        await(&rest.full_Q[slot], given / Q_BUFFERS & 1);
-        if (rest.piece[given % DESCRIBED].number == NONE)
+        if (!is_piece())
             break;
-        consumer.take_part(given);
+        consumer.part = consumer.part_of(given);
         consumer.attend<false>(rest.piece[once_more(given) % DESCRIBED], slot);
-        consumer.finish<false>(rest.piece[once_more(given) % DESCRIBED], slot);
+        const Consumer::Left left = consumer.leave<false>(rest.piece[once_more(given) % DESCRIBED], slot);
+        await_products<0>();
+        consumer.finish<false>(left);
     }
     // What was stored is there before it is stored again
     __syncwarp();
@@ -997,14 +1068,18 @@ extern "C" __global__ void __launch_bounds__(ALL_THREADS, 1) fa2_forward(const _
         arrive(&rest.settled);
     }
     arrive_as_warp(&rest.empty_Q[given % Q_BUFFERS], consumer.lane);
+    Consumer careful(argument, on_chip, rest);  // with registers of its own: products of the same ones would not be under way across the loops
+    careful.n = once_more(consumer.n);
     for (given++;; given++) {
         const unsigned slot = given % Q_BUFFERS;
         await(&rest.full_Q[slot], given / Q_BUFFERS & 1);
         if (rest.piece[given % DESCRIBED].number == NONE)
             break;
-        consumer.take_part(given);
-        consumer.attend<true>(rest.piece[once_more(given) % DESCRIBED], slot);
-        consumer.finish<true>(rest.piece[once_more(given) % DESCRIBED], slot);
+        careful.part = careful.part_of(given);
+        careful.attend<true>(rest.piece[once_more(given) % DESCRIBED], slot);
+        const Consumer::Left left = careful.leave<true>(rest.piece[once_more(given) % DESCRIBED], slot);
+        await_products<0>();
+        careful.finish<true>(left);
     }
     if (consumer.lane == 0)
         await_stores_read<0>();  // shared memory is given back
