@@ -122,6 +122,7 @@ SPLIT_LEAST = 512  # rows, and keys that a row sees: with fewer, splitting the i
 SPLIT_COLUMNS = 128  # head dimension
 SPLIT_FORWARD = {64: (128, 64), 128: (128, 64)}  # (Br, Bc)
 SPLIT_BACKWARD = {64: (64, 128), 128: (64, 64)}
+SPLIT_BACKWARD_OF = {"sm_100": {64: (128, 64)}}  # as the assembler spills registers there; 8 % slower on sm_90
 SPLIT_THREADS = 256  # of a block
 FEW = "few rows"  # family of numba_cpu's fa2 forward pass for few queries: one at a time, not one on each lane
 FEW_QUERIES = 8  # of a head; from 12 to 16 on, lanes full of queries are faster
@@ -965,7 +966,7 @@ def _split(problem: Problem, chip: Chip, direction: str, order: str) -> Tiles | 
         resident = (parts("Q", br, to_d), parts("K", bc, to_d), parts("V", bc, to_dv), *more)
         return Tiles(br, bc, resident, chip.name, limit, order, family=SPLIT_INPUTS, threads=SPLIT_THREADS)
 
-    br, bc = SPLIT_BACKWARD[max(to_d, to_dv)]
+    br, bc = (SPLIT_BACKWARD | SPLIT_BACKWARD_OF.get(chip.name, {}))[max(to_d, to_dv)]
     plan = tiles_of(
         br,
         bc,

@@ -955,6 +955,19 @@ def test_long_calls_in_parts_of_numbers(name, aligned, ran):
     assert ran.count("split_inputs") == 2
 
 
+@pytest.mark.parametrize("name", ["d = 64", "grouped heads, lengths", "odd dimensions, window, sinks"])
+@pytest.mark.parametrize("Tq", [None, 2500])
+def test_tall_blocks_in_parts_of_numbers(name, Tq, ran, monkeypatch):
+    """Those of the backward pass on sm_100: 128 rows and 64 keys, whose P and dS go through on-chip memory."""
+    monkeypatch.setattr(hardware, "_gpu", lambda device: replace(hardware.CHIPS["sm_100"], processors=2))
+    case = make(**{"B": 1, "Hq": 1} | SPLIT_LONG[name] | ({} if Tq is None else {"Tq": Tq}))
+    x = on_device(case)
+    plan = rf.explain(x.q, x.k, x.v, "backward", **x.options).tiles
+    assert (plan.family, plan.br, plan.bc) == (tiling.SPLIT_INPUTS, 128, 64)
+    check(case, case.reference())
+    assert ran.count("split_inputs") == 2
+
+
 @pytest.mark.parametrize("Hq, Tq, causal", [
     (1, 5000, False), (3, 2048, False), (2, 2112, False), (4, 600, True), (5, 70, False),
 ])  # fmt: skip

@@ -64,10 +64,6 @@ UNASKED_SHARED = 48 * 1024  # dynamic shared memory that a launch has without as
 # stores, and loads). This can only get better.
 SPILLS: dict[str, tuple[int, int]] = {
     "sm_90a fa1_backward float64 d=64 plain: fa1_backward.cu fa1_backward": (48, 56),
-    # Sums of at most 2,048 rows, for contract section 6. None of some 200 ways of writing it down is without spills in
-    # plain and causal calls there and on sm_90a (two are in plain calls); blocks of 64 keys, which spill nothing, take
-    # 1.19 times as long where that could be measured (an H200)
-    "sm_100a fa2_backward float32 d=64 plain: mma/split_backward.cu fa2_backward_keys": (8, 8),
 }
 
 
