@@ -34,6 +34,7 @@ README = (
 )  # fmt: skip
 Row = dict[str, Any]
 Made = tuple[str, list[Row]]  # a table, and the rows that it is of
+BEFORE = ", before"
 UNITS = {"tflops": "TFLOP/s", "tbytes": "TB/s"}
 
 
@@ -44,6 +45,18 @@ class Results:
     device: str = ""
     rows: dict[str, Row] = field(default_factory=dict)
     sources: dict[str, tuple[str, dict[str, Any]]] = field(default_factory=dict)
+    before: dict[str, Row] = field(default_factory=dict)  # earlier rows, of runners of ours that the cases' rows lack
+
+    def replace(self, row: Row, source: tuple[str, dict[str, Any]]) -> None:
+        """Take a row in place of the one of its case; what of ours it lacks stays, as that of a row of before."""
+        case = row["name"]
+        for old, of in ((self.rows.get(case), case), (self.before.pop(case, None), case + BEFORE)):
+            lacking = mine(old).keys() - row["runners"].keys() if old else ()
+            if old and lacking and case not in self.before:
+                runners = {name: figures for name, figures in old["runners"].items() if name in lacking}
+                self.before[case] = old | {"name": case + BEFORE, "runners": runners}
+                self.sources[case + BEFORE] = self.sources[of]
+        self.rows[case], self.sources[case] = row, source
 
     def of(self, names: Iterable[str]) -> list[Row]:
         """Rows of cases, where there are."""
@@ -73,8 +86,7 @@ def load(folder: Path = record.RESULTS) -> dict[str, Results]:
                 old = results.rows.get(row["name"])
                 other_code = old is not None and code_of(made) != code_of(results.sources[row["name"]][1])
                 if old is None or says_more(row, old) or (other_code and ratio(row)):
-                    results.rows[row["name"]] = row
-                    results.sources[row["name"]] = name, made
+                    results.replace(row, (name, made))
     found["reliability"] = _newest(folder, reliability.SCHEMA)
     found["ablations"] = _newest(folder, variants.SCHEMA, variants.ABLATIONS.name)
     return found
@@ -210,24 +222,27 @@ def problem(row: Row) -> str:
 def speeds(results: Results, names: Iterable[str]) -> Made:
     """Each runner's speed, burst and sustained, and the ratio to the best peer."""
     rows = [row for row in results.of(names) if row["runners"]]
-    runners = list(dict.fromkeys(name for row in rows for name in mine(row)))
+    before = [results.before[row["name"]] for row in rows if row["name"] in results.before]
+    runners = list(dict.fromkeys(name for row in rows + before for name in mine(row)))
     runners += [name for name in PEERS if any("burst_us" in theirs(row).get(name, {}) for row in rows)]
     lines, old = [], earlier(results, rows)
     for row in rows:
         c = row["case"]
         cells = []
         for name in runners:
-            figures = row["runners"].get(name, {})
+            left = results.before.get(row["name"], {}).get("runners", {})
+            figures = row["runners"].get(name) or left.get(name, {})
             burst, steady = speed(figures), speed(figures, "sustained")
             if c["device"] == "cpu":
                 burst = burst and burst * 1e3
             text = number(burst) + (f" / {number(steady)}" if steady else "")
             cached = figures.get("in_cache_tbytes")
             text += f" ({number(cached)} in L2)" if cached else ""
-            cells.append("failed" if "failed" in figures else text)
+            text = "failed" if "failed" in figures else text
+            cells.append(text + EARLIER * (name in left))
         ratios = " / ".join(f"{x:.2f}" for x in (ratio(row), ratio(row, "sustained_us")) if x)
         lines.append([f"{c['direction']}, {c['dtype']}", problem(row) + old[row["name"]], *cells, ratios])
-    return table(["pass", "problem", *runners, "ratio to the best peer"], lines), rows
+    return table(["pass", "problem", *runners, "ratio to the best peer"], lines), rows + before
 
 
 def speeds_of(group: str, direction: str | None = None) -> Maker:
@@ -255,16 +270,19 @@ def readme(results: Results) -> Made:
 def dense(results: Results) -> Made:
     """Milliseconds and extra memory, beside a dense formula."""
     rows = [row for row in results.of(GROUPS["dense"]) if has_figures(row)]
-    runners = list(dict.fromkeys(name for row in rows for name in row["runners"]))
+    before = [results.before[row["name"]] for row in rows if row["name"] in results.before]
+    runners = list(dict.fromkeys(name for row in rows + before for name in row["runners"]))
     lines = []
     for row in rows:
         cells = []
         for name in runners:
-            figures = row["runners"].get(name, {})
+            left = results.before.get(row["name"], {}).get("runners", {})
+            figures = row["runners"].get(name) or left.get(name, {})
             text = f"{number(figures['burst_us'][1] / 1e3)} ms" if "burst_us" in figures else ""
-            cells.append(text + (f", {size(figures['extra_bytes'])}" if "extra_bytes" in figures else ""))
+            text += f", {size(figures['extra_bytes'])}" if "extra_bytes" in figures else ""
+            cells.append(text + EARLIER * (name in left))
         lines.append([f"{row['case']['direction']}, {row['case']['dtype']}", problem(row), *cells])
-    return table(["pass", "problem", *runners], lines), rows
+    return table(["pass", "problem", *runners], lines), rows + before
 
 
 def memory(group: str) -> Maker:

@@ -18,8 +18,11 @@ from rawflash.tiling import plan_tiles
 
 ROOT = Path(__file__).resolve().parents[1]
 GPU = {
-    "grid": "gpu-2026-11-24-later-grid.json",
-    "decode, float": "gpu-2026-11-24-later-decode-float.json",
+    "grid": "gpu-2026-11-24-night.json",
+    "decode, float": "gpu-2026-11-24-night.json",
+    # The night's has no numba_cuda, whose kernels are as they were
+    "numba, grid": "gpu-2026-11-24-later-grid.json",
+    "numba, float": "gpu-2026-11-24-later-decode-float.json",
     "mma": "mma-2026-11-24.json",  # bench.variants: kernels of mma.sync where the plan has those of Hopper
     "grid before": "gpu-2026-11-22-grid.json",  # when cupy_raw had multiply-adds in 16 bits
     "shared heads before": "gpu-2026-11-22-gqa-half-sweep.json",  # as well

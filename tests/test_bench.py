@@ -864,7 +864,7 @@ def test_newer_code_beside_fewer_peers_takes_the_place_of_older(root):
         path = synthetic(folder, date=date, names=[name])
         made = record.read(path)
         (row,) = made["rows"]
-        row["runners"] = {who: row["runners"][who] for who in ("cupy_raw", *peers)}
+        row["runners"] = {who: row["runners"][who] for who in ("cupy_raw", "numba_cuda", *peers)}
         record.write(path, made | {"source_sha256": source})
         return report.load(folder)["gpu"]
 
@@ -884,6 +884,30 @@ def test_newer_code_beside_fewer_peers_takes_the_place_of_older(root):
     for key in ("speed", "before"):
         assert {T for points in panel[key].values() for T, _ in points} == {4096 if key == "speed" else 8192}
     assert [T for T, _ in panel["ratio"]] == [4096] and [T for T, _ in panel["ratio before"]] == [8192]
+
+
+def test_backends_that_a_newer_row_lacks_are_shown_from_before(root):
+    """A run of one backend takes no other's figures away; they are marked, told of in the caption, and of no ratio."""
+    folder, name = root / "bench" / "results", "forward/bfloat16/d128/T4096"
+    dates = "2026-01-02", "2026-01-03", "2026-01-04"
+    for n, date in enumerate(dates):
+        path = synthetic(folder, date=date, names=[name])
+        made = record.read(path)
+        runners = made["rows"][0]["runners"]
+        if n == 0:
+            runners["numba_cuda"] |= {"burst_us": [1, 1, 1], "burst_tflops": 4321.0}
+        else:
+            del runners["numba_cuda"]
+        record.write(path, made | {"source_sha256": str(n), "commit": str(n) * 12})
+    found = report.load(folder)["gpu"]
+    assert found.rows[name]["date"] == dates[-1] and "numba_cuda" not in found.rows[name]["runners"]
+    text, rows = report.speeds(found, [name])
+    head, _, line = (x.split(" | ") for x in text.splitlines())
+    assert line[head.index("numba_cuda")].startswith("4321") and line[head.index("numba_cuda")].endswith(report.EARLIER)
+    assert report.EARLIER not in line[head.index("cupy_raw")]
+    assert report.ratio(found.rows[name]) == float(line[-1].rstrip(" |").split(" / ")[0]) < 10
+    said = report.caption(found, rows)
+    assert "0" * 12 in said and "1" * 12 not in said and "2" * 12 in said
 
 
 def test_ratio_is_of_the_best_of_each():
