@@ -113,6 +113,7 @@ WGMMA_BACKWARD_KEYS = 128  # Bc
 WGMMA_BACKWARD_AT_ONCE = 128  # Br where dQ goes from registers to its sums, not by way of shared memory
 WGMMA_BACKWARD_MOST = 256  # head dimension
 WGMMA_BACKWARD_STAGES, WGMMA_BACKWARD_S = {64: 3, 128: 2}, 2  # blocks of Q and dO on chip at once, by Br, and of dS
+WGMMA_WHOLE_MOST, WGMMA_WHOLE_LEAST = 2048, 0.9  # rows of heads that a block of threads has alone, and heads for each multiprocessor
 WGMMA_WIDE = 64  # Br and Bc where d or dv is above those of WGMMA_BACKWARD
 WGMMA_WIDE_STAGES = ((3, 2), (3, 1), (2, 2), (2, 1))  # of Q and dO, and of P, on chip: the first that fit
 WGMMA_WIDE_DQ = 64  # columns of dQ that one product has
@@ -486,7 +487,12 @@ def _wgmma_backward(problem: Problem, chip: Chip) -> Tiles:
         Tile("dK", bc, d, 4, REGISTERS),
         Tile("dV", bc, dv, 4, REGISTERS),
     )
-    return Tiles(br, bc, resident, chip.name, chip.on_chip_bytes, JI, family=WGMMA)
+    heads, processors = problem.B * problem.Hq, chip.processors or WGMMA_PROCESSORS
+    whole = (
+        d >= dv and problem.Hq == problem.Hkv and problem.Tq <= WGMMA_WHOLE_MOST and not (problem.ragged or problem.varlen or problem.deterministic)
+        and heads >= WGMMA_WHOLE_LEAST * processors
+    )
+    return Tiles(br, bc, resident, chip.name, chip.on_chip_bytes, JI, family=WGMMA, grid=min(heads, processors) if whole else 0, constants=(("WHOLE", int(whole)),))
 
 
 def _wgmma_wide(chip: Chip, d: int, dv: int, stages: int, handed: int) -> Tiles | None:

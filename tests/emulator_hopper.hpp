@@ -770,6 +770,13 @@ inline void init_barrier(Barrier* barrier, int arrivals)
     barriers.push_back({at, current, false, arrivals, arrivals, 0, 0, 0});
 }
 
+inline void end_barrier(Barrier* barrier)
+{
+    emulated::phases_of(barrier).offset = ~0u;
+}
+
+inline void fence_device() {}
+
 inline void fence_barriers()
 {
     for (emulated::Phases& x : emulated::barriers)

@@ -64,18 +64,22 @@ def _wgmma(problem: Problem, tiles: Tiles, x: Operands, grads: dict[str, Target]
     heads, rows, columns = x.q.shape[0] * x.q.shape[1], x.q.shape[2], blocks_of(problem.d, WGMMA_SLAB) * WGMMA_SLAB
     written = {"d" + name: grads[name] for name in ("q", "k", "v")}
     file, threads = (FILE_WIDE, WIDE_THREADS) if is_wide(problem) else (FILE_WGMMA, WGMMA_THREADS)
-    kernels = launcher(file, problem, tiles, x, written, boxes, section=_section(problem))
+    kernels = launcher(file, problem, tiles, x, written, boxes, section=1 if tiles.grid else _section(problem))
     delta = side_gradients(problem, tiles, x, grads)
     key_blocks, query_blocks = blocks_of(problem.Tk, tiles.bc), blocks_of(problem.Tq, tiles.br)
     # Packed sequences begin new blocks; how many all of them have may be known on the device only
     blocks = heads * (rows // tiles.br + problem.B if problem.varlen else query_blocks)
+    if tiles.grid:  # whole heads: a place for each block of threads
+        blocks = tiles.grid * query_blocks
     numbers = blocks * tiles.br * columns
     # Behind the sums, if deterministic: whose turn it is at each block
     dQ = kernels.workspace(numbers + blocks * problem.deterministic, zero=True)
     call = _call(kernels, problem, x, grads, delta, dQ, key_blocks, counters=dQ.data.ptr + 4 * numbers)
     if problem.varlen:
         kernels.run_over("clear_gradients", max(heads * rows, x.k.shape[1] * x.k.shape[2]), call)
-    kernels.run("fa2_backward_keys", key_blocks * problem.Hkv * problem.B, call, tiles.smem_bytes, threads)
+    kernels.run("fa2_backward_keys", tiles.grid or key_blocks * problem.Hkv * problem.B, call, tiles.smem_bytes, threads)
+    if tiles.grid:
+        return
     kernels.run("fa2_backward_finish", query_blocks * problem.Hq * problem.B, call, tiles.br * columns * 2)
 
 

@@ -23,12 +23,12 @@ struct Work {
     long long offset;
 };
 
-__device__ __forceinline__ Work work_of(const Call& call)
+__device__ __forceinline__ Work work_of(const Call& call, unsigned index)
 {
     // Heads come in sections whose matrices L2 can hold; of a section the first keys first, which most rows see if it is causal.
     Work work;
     const unsigned heads = (unsigned)(call.B * call.Hkv), blocks = (unsigned)call.blocks, section = (unsigned)call.section;
-    const unsigned first = blockIdx.x / (section * blocks) * section, rest = blockIdx.x - first * blocks;
+    const unsigned first = index / (section * blocks) * section, rest = index - first * blocks;
     const unsigned count = heads - first < section ? heads - first : section, bh = first + rest % count;
     work.j0 = (int)(rest / count) * BC;
     work.b = (int)(bh / (unsigned)call.Hkv);
@@ -54,6 +54,8 @@ __device__ __forceinline__ long long blocks_of_head(const Call& call)
 
 __device__ __forceinline__ long long first_block(const Call& call, long long b, long long h, long long q_start)
 {
+    if constexpr (WHOLE)  // a place of the block of threads
+        return blockIdx.x * blocks_of_head(call);
     if constexpr (PACKED)  // sequences before have at most as many
         return h * blocks_of_head(call) + q_start / BR + b;
     return (b * call.Hq + h) * blocks_of_head(call);

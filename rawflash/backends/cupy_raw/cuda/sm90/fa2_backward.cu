@@ -54,7 +54,7 @@ constexpr int K_THERE = 0, V_THERE = 1, DQ_THERE = 2, DQ_READ = 3, Q_THERE = 4, 
 constexpr int BARRIERS = READ + STAGES;
 static_assert(AT_BARRIERS + BARRIERS * 8 == TILE_BYTES, "tiling.py and this file disagree on what is on chip");
 
-constexpr int ALL_MEET = 1, WARPGROUP_MEETS = 2;  // named barriers: of all that compute, and one of each warpgroup
+constexpr int ALL_MEET = 1, WARPGROUP_MEETS = 2, BLOCK_MEETS = 4;  // named barriers: of all that compute, one of each warpgroup, and of all threads
 constexpr int COPYING_REGISTERS = 24, COMPUTING_REGISTERS = 240;
 
 // The first row of each step: up the blocks of rows of one head after the other. DETERMINISTIC: down, as blocks of keys then take turns at dQ, and
@@ -156,6 +156,8 @@ __device__ __forceinline__ void add_all(const Call& call, const Work& work, cons
         i0 = next_rows(work, i0);
         h += i0 == first_rows(work);
     }
+    if constexpr (WHOLE)
+        await_stores<0>();
 }
 
 // ---- the warpgroups that compute --------------------------------------------------------------------------------------------------
@@ -475,35 +477,120 @@ __device__ __forceinline__ void compute_all(const Call& call, const Work& work, 
     store_rows<BC, TO_V, DV, WARPGROUP, KEYS>(dv, call.dv.row, on_chip + AT_V, first_key, exist, full);
 }
 
+__device__ __forceinline__ void make_barriers(Barrier* barriers)
+{
+    init_barrier(barriers + K_THERE, 1);
+    init_barrier(barriers + V_THERE, 1);
+    init_barrier(barriers + DQ_THERE, COMPUTING * WARPS * ARRIVALS);
+    init_barrier(barriers + DQ_READ, 1);
+    for (int n = 0; n < STAGES; n++) {
+        init_barrier(barriers + Q_THERE + n, 1);
+        init_barrier(barriers + O_THERE + n, 1 + COPYING);  // who begins the copy of dO, and those that wrote lse and delta
+        init_barrier(barriers + READ + n, COMPUTING * WARPS * ARRIVALS);
+    }
+    fence_barriers();
+    fence_shared();
+}
+
+// As early as can be: a block of threads begins with waiting for them.
+__device__ __forceinline__ void ask_for_keys(const MappedCall& argument, const Work& work, unsigned char* on_chip, Barrier* barriers)
+{
+    arrive_expecting(barriers + K_THERE, BC * TO_D * 2);
+    copy_slabs<BC, TO_D>(on_chip + AT_K, argument.map[MAP_K], barriers + K_THERE, work.k_start + work.j0, work.h, work.slot);
+    arrive_expecting(barriers + V_THERE, BC * TO_V * 2);
+    copy_slabs<BC, TO_V>(on_chip + AT_V, argument.map[MAP_V], barriers + V_THERE, work.k_start + work.j0, work.h, work.slot);
+}
+
+// WHOLE: dQ of a head from the sums that this block of threads alone has made, which become zeros for the next head's.
+__device__ __forceinline__ void finish_head(const Call& call, const Work& work, unsigned char* on_chip)
+{
+    const int lane = threadIdx.x % WARP_LANES, warp = threadIdx.x / WARP_LANES % WARPS, mine = __shfl_sync(WARP, (int)(threadIdx.x / WARPGROUP) - 1, 0);
+    const float scale = (float)call.scale;
+    elem* const to = row_of(call.dq, work.slot, work.h, work.q_start);
+#pragma unroll 1
+    for (int i0 = 0; i0 < (int)call.Tq; i0 += BR) {
+        float4* const sums = (float4*)sums_of_block(call, first_block(call, work.b, work.h, 0) + i0 / BR) + mine * (PATCH / LANE_NUMBERS) +
+                             warp * (DQ_COLUMNS / 8) * WARP_LANES + lane;
+        unsigned char* const slabs = on_chip + AT_Q + i0 / BR % 2 * (BR * TO_D * 2);
+#pragma unroll
+        for (int n = 0; n < DQ_COLUMNS / SUM; n++) {
+            unsigned x[4];
+#pragma unroll
+            for (int e = 0; e < 2; e++) {
+                const float4 y = __ldcg(sums + (2 * n + e) * WARP_LANES);
+                x[2 * e] = pair(y.x * scale, y.y * scale);
+                x[2 * e + 1] = pair(y.z * scale, y.w * scale);
+                sums[(2 * n + e) * WARP_LANES] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+            }
+            store_factor<BR>(slabs + (BY_COLUMNS ? mine * BR * SLAB_ROW : 0), BY_ROWS ? mine * 64 : 0, n, x);
+        }
+        meet(ALL_MEET, COMPUTING * WARPGROUP);
+        store_rows<BR, TO_D, D, COMPUTING * WARPGROUP, BR>(to + i0 * call.dq.row, call.dq.row, slabs, 0, (int)call.Tq - i0, work.q_length - i0);
+    }
+    fence_device();
+}
+
+// WHOLE: all blocks of keys of one head after the other, and of one head after the other; nobody else has a share in their dQ.
+template <typename Role, typename Done>
+__device__ __forceinline__ void all_work(const MappedCall& argument, unsigned char* on_chip, Barrier* barriers, Role role, Done done)
+{
+    const Call& call = argument.call;
+    const unsigned blocks = (unsigned)call.blocks, heads = (unsigned)(call.B * call.Hkv);
+#pragma unroll 1
+    for (unsigned head = blockIdx.x; head < heads; head += gridDim.x) {
+#pragma unroll 1
+        for (unsigned n = 0; n < blocks; n++) {
+            const Work work = work_of(call, head * blocks + n);
+            if (threadIdx.x == 0) {
+                if (n > 0 || head != blockIdx.x)
+                    for (int x = 0; x < BARRIERS; x++)
+                        end_barrier(barriers + x);
+                make_barriers(barriers);
+                if (work.steps > 0)
+                    ask_for_keys(argument, work, on_chip, barriers);
+            }
+            meet_from_apart(BLOCK_MEETS, KEYS_THREADS);  // barriers are there
+            role(work);
+            fence_shared();
+            meet_from_apart(BLOCK_MEETS, KEYS_THREADS);  // nobody waits for them any more
+        }
+        done(work_of(call, head * blocks));
+        fence_shared();
+        meet_from_apart(BLOCK_MEETS, KEYS_THREADS);
+    }
+}
+
 extern "C" __global__ void __launch_bounds__(KEYS_THREADS, 1) fa2_backward_keys(const __grid_constant__ MappedCall argument)
 {
     extern __shared__ __align__(SLAB_ALIGNMENT) unsigned char on_chip[];
     Barrier* const barriers = (Barrier*)(on_chip + AT_BARRIERS);
     const Call& call = argument.call;
-    if (threadIdx.x == 0) {
+    if (threadIdx.x == 0)
         for (int n = 0; n < MAPS; n++)
             prefetch_map(argument.map[n]);
-        init_barrier(barriers + K_THERE, 1);
-        init_barrier(barriers + V_THERE, 1);
-        init_barrier(barriers + DQ_THERE, COMPUTING * WARPS * ARRIVALS);
-        init_barrier(barriers + DQ_READ, 1);
-        for (int n = 0; n < STAGES; n++) {
-            init_barrier(barriers + Q_THERE + n, 1);
-            init_barrier(barriers + O_THERE + n, 1 + COPYING);  // who begins the copy of dO, and those that wrote lse and delta
-            init_barrier(barriers + READ + n, COMPUTING * WARPS * ARRIVALS);
+    if constexpr (WHOLE) {
+        if (threadIdx.x < WARPGROUP) {
+            give_registers<COPYING_REGISTERS>();
+            all_work(argument, on_chip, barriers, [&](const Work& work) __attribute__((always_inline)) {
+                if (threadIdx.x < COPYING && work.steps > 0)
+                    copy_all(argument, work, on_chip, barriers);
+                else if (!AT_ONCE && threadIdx.x == COPYING && work.steps > 0)
+                    add_all(call, work, on_chip, barriers);
+            }, [](const Work&) {});
+        } else {
+            take_registers<COMPUTING_REGISTERS>();
+            all_work(argument, on_chip, barriers, [&](const Work& work) __attribute__((always_inline)) { compute_all(call, work, on_chip, barriers); },
+                     [&](const Work& work) __attribute__((always_inline)) { finish_head(call, work, on_chip); });
         }
-        fence_barriers();
-        fence_shared();
+        return;
     }
-    const Work work = work_of(call);
+    if (threadIdx.x == 0)
+        make_barriers(barriers);
+    const Work work = work_of(call, blockIdx.x);
     if (work.j0 >= (PACKED ? work.kv_length : call.Tk))
         return;
-    if (threadIdx.x == 0 && work.steps > 0) {  // as early as can be: a block of threads begins with waiting for them
-        arrive_expecting(barriers + K_THERE, BC * TO_D * 2);
-        copy_slabs<BC, TO_D>(on_chip + AT_K, argument.map[MAP_K], barriers + K_THERE, work.k_start + work.j0, work.h, work.slot);
-        arrive_expecting(barriers + V_THERE, BC * TO_V * 2);
-        copy_slabs<BC, TO_V>(on_chip + AT_V, argument.map[MAP_V], barriers + V_THERE, work.k_start + work.j0, work.h, work.slot);
-    }
+    if (threadIdx.x == 0 && work.steps > 0)
+        ask_for_keys(argument, work, on_chip, barriers);
     __syncthreads();  // barriers are there
     if (threadIdx.x < WARPGROUP) {
         give_registers<COPYING_REGISTERS>();

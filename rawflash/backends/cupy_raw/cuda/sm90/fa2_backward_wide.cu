@@ -22,6 +22,8 @@
 // dS comes from P in 32 bits, dV from P in 16. Where these are float16, P is 2^15 times as large in both, so that it is a normal number down to
 // 2^-29: as far as P counts.
 
+constexpr bool WHOLE = false;  // see fa2_backward.cu
+
 #include "backward.cuh"
 
 constexpr int SCORES = 1, SLOPES = 2, ROWS_OF_Q = 3, GROUPS = 4;  // warpgroups; 0 copies
@@ -448,7 +450,7 @@ extern "C" __global__ void __launch_bounds__(KEYS_THREADS, 1) fa2_backward_keys(
     extern __shared__ __align__(SLAB_ALIGNMENT) unsigned char on_chip[];
     Barrier* const barriers = (Barrier*)(on_chip + AT_BARRIERS);
     const Call& call = argument.call;
-    const Work work = work_of(call);
+    const Work work = work_of(call, blockIdx.x);
     if (work.j0 >= (PACKED ? work.kv_length : call.Tk))
         return;
     if (threadIdx.x == 0) {

@@ -37,6 +37,12 @@ __device__ __forceinline__ void init_barrier(Barrier* barrier, int arrivals)
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(arrivals) : "memory");
 }
 
+// Its place may be used otherwise, or made a barrier again.
+__device__ __forceinline__ void end_barrier(Barrier* barrier)
+{
+    asm volatile("mbarrier.inval.shared::cta.b64 [%0];" ::"r"(shared_address(barrier)) : "memory");
+}
+
 __device__ __forceinline__ void fence_barriers() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
 
 __device__ __forceinline__ void arrive(Barrier* barrier)
@@ -189,6 +195,9 @@ __device__ __forceinline__ void pass_turn(unsigned* turns)
 }
 
 // What this thread wrote to shared memory by ordinary stores becomes visible to products and copies, after a barrier.
+// The same for device memory.
+__device__ __forceinline__ void fence_device() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
+
 __device__ __forceinline__ void fence_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 __device__ __forceinline__ void prefetch_map(const TensorMap& map) { asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory"); }
