@@ -53,10 +53,19 @@ class Results:
         for old, of in ((self.rows.get(case), case), (self.before.pop(case, None), case + BEFORE)):
             lacking = mine(old).keys() - row["runners"].keys() if old else ()
             if old and lacking and case not in self.before:
-                runners = {name: figures for name, figures in old["runners"].items() if name in lacking}
+                runners = {name: one | {"earlier": True} for name, one in old["runners"].items() if name in lacking}
                 self.before[case] = old | {"name": case + BEFORE, "runners": runners}
                 self.sources[case + BEFORE] = self.sources[of]
         self.rows[case], self.sources[case] = row, source
+
+    def runners(self, row: Row) -> dict[str, dict[str, Any]]:
+        """Figures of a row, and of ours those that it lacks, which are marked "earlier"."""
+        before: Row = self.before.get(row["name"], {})
+        return dict(row["runners"] | before.get("runners", {}))
+
+    def and_before(self, rows: Sequence[Row]) -> list[Row]:
+        """Rows, and those of before that their tables show."""
+        return [*rows, *(self.before[row["name"]] for row in rows if row["name"] in self.before)]
 
     def of(self, names: Iterable[str]) -> list[Row]:
         """Rows of cases, where there are."""
@@ -222,16 +231,14 @@ def problem(row: Row) -> str:
 def speeds(results: Results, names: Iterable[str]) -> Made:
     """Each runner's speed, burst and sustained, and the ratio to the best peer."""
     rows = [row for row in results.of(names) if row["runners"]]
-    before = [results.before[row["name"]] for row in rows if row["name"] in results.before]
-    runners = list(dict.fromkeys(name for row in rows + before for name in mine(row)))
+    runners = list(dict.fromkeys(name for row in results.and_before(rows) for name in mine(row)))
     runners += [name for name in PEERS if any("burst_us" in theirs(row).get(name, {}) for row in rows)]
     lines, old = [], earlier(results, rows)
     for row in rows:
         c = row["case"]
         cells = []
         for name in runners:
-            left = results.before.get(row["name"], {}).get("runners", {})
-            figures = row["runners"].get(name) or left.get(name, {})
+            figures = results.runners(row).get(name, {})
             burst, steady = speed(figures), speed(figures, "sustained")
             if c["device"] == "cpu":
                 burst = burst and burst * 1e3
@@ -239,10 +246,10 @@ def speeds(results: Results, names: Iterable[str]) -> Made:
             cached = figures.get("in_cache_tbytes")
             text += f" ({number(cached)} in L2)" if cached else ""
             text = "failed" if "failed" in figures else text
-            cells.append(text + EARLIER * (name in left))
+            cells.append(text + EARLIER * ("earlier" in figures))
         ratios = " / ".join(f"{x:.2f}" for x in (ratio(row), ratio(row, "sustained_us")) if x)
         lines.append([f"{c['direction']}, {c['dtype']}", problem(row) + old[row["name"]], *cells, ratios])
-    return table(["pass", "problem", *runners, "ratio to the best peer"], lines), rows + before
+    return table(["pass", "problem", *runners, "ratio to the best peer"], lines), results.and_before(rows)
 
 
 def speeds_of(group: str, direction: str | None = None) -> Maker:
@@ -270,19 +277,17 @@ def readme(results: Results) -> Made:
 def dense(results: Results) -> Made:
     """Milliseconds and extra memory, beside a dense formula."""
     rows = [row for row in results.of(GROUPS["dense"]) if has_figures(row)]
-    before = [results.before[row["name"]] for row in rows if row["name"] in results.before]
-    runners = list(dict.fromkeys(name for row in rows + before for name in row["runners"]))
+    runners = list(dict.fromkeys(name for row in results.and_before(rows) for name in row["runners"]))
     lines = []
     for row in rows:
         cells = []
         for name in runners:
-            left = results.before.get(row["name"], {}).get("runners", {})
-            figures = row["runners"].get(name) or left.get(name, {})
+            figures = results.runners(row).get(name, {})
             text = f"{number(figures['burst_us'][1] / 1e3)} ms" if "burst_us" in figures else ""
             text += f", {size(figures['extra_bytes'])}" if "extra_bytes" in figures else ""
-            cells.append(text + EARLIER * (name in left))
+            cells.append(text + EARLIER * ("earlier" in figures))
         lines.append([f"{row['case']['direction']}, {row['case']['dtype']}", problem(row), *cells])
-    return table(["pass", "problem", *runners], lines), rows + before
+    return table(["pass", "problem", *runners], lines), results.and_before(rows)
 
 
 def memory(group: str) -> Maker:

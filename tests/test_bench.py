@@ -910,6 +910,21 @@ def test_backends_that_a_newer_row_lacks_are_shown_from_before(root):
     assert "0" * 12 in said and "1" * 12 not in said and "2" * 12 in said
 
 
+def test_a_table_of_milliseconds_shows_backends_from_before_too(root):
+    folder, name = root / "bench" / "results", GROUPS["dense"][0]
+    for date in ("2026-01-02", "2026-01-03"):
+        path = synthetic(folder, date=date, names=[name])
+        made = record.read(path)
+        if date.endswith("3"):
+            del made["rows"][0]["runners"]["numba_cuda"]
+        record.write(path, made | {"source_sha256": date})
+    text, rows = report.dense(report.load(folder)["gpu"])
+    head, _, line = (x.strip("| ").split(" | ") for x in text.splitlines())
+    at = head.index
+    assert line[at("numba_cuda")].endswith(report.EARLIER) and report.EARLIER not in line[at("cupy_raw")]
+    assert len(rows) == 2
+
+
 def test_ratio_is_of_the_best_of_each():
     row = {"runners": {"cupy_raw": {"burst_us": [9, 10, 11]}, "numba_cuda": {"burst_us": [1, 4, 5]},
                        "fa4": {"burst_us": [1, 2, 3]}, "torch-cudnn": {"burst_us": [1, 3, 3]}}}  # fmt: skip
