@@ -49,7 +49,16 @@ constexpr int ROW_LANES = 4;
 constexpr bool PRODUCTS = PLAIN && SCALE_LATER;
 constexpr float MOST_SHIFT = 16777216.0f;  // 2^24 powers of two: up to there m, multiplied by the scale, is rounded by 1/2
 constexpr float GROWTH = 8;  // powers of two by which P may exceed 1 before m follows
+constexpr float MOST_SUM = 18446744073709551616.0f;  // 2^64
 constexpr float LN2 = 0.6931471805599453f;
+
+// bfloat16 has the exponents of float32, so that P may be far above 1: m is the maximum of the first blocks, up to the last key of the first row, by
+// which each row has seen a key if it sees any, and then stays. Where O and l do not come out as numbers that this may be said of, the rows are done
+// again, as without it.
+#ifndef STAYS
+#define STAYS 1
+#endif
+constexpr bool STATIC_MAXIMUM = STAYS && TYPE == BFLOAT16 && PRODUCTS && !SINKS && !HAS_MASK && !PAGE && !DROPOUT;
 
 // Blocks of keys have to be looked for where masks may leave some out.
 constexpr bool SEARCHED = HAS_MASK || PAGE;
@@ -275,11 +284,31 @@ __device__ __forceinline__ void finish_scores(
 
 // ---- P ------------------------------------------------------------------------------------------------------------------------
 
+// Are O and l what they are by the maximum of all scores?
+__device__ __forceinline__ bool is_good(const float (&O)[MT][NO][4], const float (&m)[ROWS], const float (&l)[ROWS], const Seen& seen)
+{
+    bool good = true;
+#pragma unroll
+    for (int r = 0; r < ROWS; r++) {
+        float finite[2] = {};
+#pragma unroll
+        for (int n = 0; n < NO; n++)
+#pragma unroll
+            for (int e = 0; e < 2; e++)
+                finite[e] = multiply_add(O[r / 2][n][r % 2 * 2 + e], 0.0f, finite[e]);
+        const bool sees = seen.first + 8 * r < least(seen.end + 8 * r, seen.keys);
+        good &= (l[r] < MOST_SUM) & (finite[0] + finite[1] == 0.0f) & (m[r] == -INFINITE ? !sees : fabsf(m[r]) < MOST_SHIFT);
+    }
+    return good;
+}
+
 // S becomes P = exp(S - m); O, m and l follow. m moves only when some row's maximum is far above it, as O and l are relative to any m, and what
 // is written of them is a quotient. It is the same in the lanes of a row, l is the lane's own part of the sum. Of PRODUCTS m is scaled, to a
 // power of two: what rounding it makes of it is one more m.
-__device__ __forceinline__ void softmax_step(float (&S)[MT][NS][4], float (&O)[MT][NO][4], float (&m)[ROWS], float (&l)[ROWS], float power)
+__device__ __forceinline__ void softmax_step(float (&S)[MT][NS][4], float (&O)[MT][NO][4], float (&m)[ROWS], float (&l)[ROWS], float power, bool moves)
 {
+    bool far = false;
+    if (moves) {
     float top[ROWS];
     bool grows = false;
 #pragma unroll
@@ -314,7 +343,7 @@ __device__ __forceinline__ void softmax_step(float (&S)[MT][NS][4], float (&O)[M
         for (int r = 0; r < ROWS; r++)
             beyond |= fabsf(m[r]) >= MOST_SHIFT && m[r] != -INFINITE;
     }
-    const bool far = PRODUCTS && __any_sync(WARP, beyond);
+    far = PRODUCTS && __any_sync(WARP, beyond);
     if (far) {
         const float whole = reciprocal_approximately(__uint_as_float(once_more(__float_as_uint(power))));
 #pragma unroll
@@ -326,6 +355,7 @@ __device__ __forceinline__ void softmax_step(float (&S)[MT][NS][4], float (&O)[M
                     float& s = S[r / 2][n][e];
                     s = m[r] == -INFINITE ? s : (__fmul_rn(s, power) - m[r]) * whole;
                 }
+    }
     }
 #pragma unroll
     for (int r = 0; r < ROWS; r++) {
@@ -476,21 +506,23 @@ __device__ __forceinline__ void store_results(const Call& call, float (&O)[MT][N
     store_rows<MT, DV>(O, factor, empty, base + warp_row * (COLUMNS_V * 2), [&](int y) { return y < exist ? to + y * call.o.row : nullptr; });
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 2) fa2_forward(const __grid_constant__ Call call)
+enum Outcome { GOOD, BAD, NOTHING };
+
+__device__ __forceinline__ Outcome attend(
+    const Call& call, unsigned base, bool moving, float (&O)[MT][NO][4], float (&m)[ROWS], float (&l)[ROWS])
 {
-    extern __shared__ __align__(LINE_BYTES) unsigned char on_chip[];
-    const Work work = work_of(call, blockIdx.x);
+    const Work work = work_of(call, once_more(blockIdx.x));
     const Sequence s = sequence(call, work.b);
     const Head at = head(call, s, work.h);
     const long long i0 = work.block * BR;
     const long long rows_end = PACKED ? s.q_length : call.Tq;  // packed: the rows behind a sequence are another's
     if (i0 >= rows_end)
-        return;
+        return NOTHING;
     long long j_low, j_high;
     key_range(call, s, i0, j_low, j_high);
     const int parts = parts_of(call, j_low, j_high);
     if (work.part >= parts)
-        return;
+        return NOTHING;
     j_low += work.part * call.part_keys;
     if (work.part < parts - 1)
         j_high = j_low + call.part_keys;
@@ -513,16 +545,21 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) fa2_forward(const __gri
     };
     Step step = SEARCHED ? step_from(j_low) : step_at((int)((j_high - j_low + BC - 1) / BC - 1) * BC);
 
-    const unsigned base = shared_address(on_chip);
     auto q_at = [&](unsigned thread) { return base + thread / WARP_SIZE * (16 * MT * COLUMNS_D * 2) + lane_rows<COLUMNS_D>(thread); };
     const elem* keys_from = row_of(call.k, s.slot, at.h_kv, s.k_start + j_low + step.j + copied_row()) + CHUNK_HALVES * copied_chunk();
     const elem* values_from = row_of(call.v, s.slot, at.h_kv, s.k_start + j_low + step.j + copied_row()) + CHUNK_HALVES * copied_chunk();
 
-    float O[MT][NO][4] = {}, m[ROWS], l[ROWS];
     unsigned Q[KEEP_Q ? depth_columns(D) / 16 : 1][MT][4];
 #pragma unroll
     for (int r = 0; r < ROWS; r++)
         m[r] = -INFINITE, l[r] = 0;
+#pragma unroll
+    for (int x = 0; x < MT; x++)
+#pragma unroll
+        for (int n = 0; n < NO; n++)
+#pragma unroll
+            for (int e = 0; e < 4; e++)
+                O[x][n][e] = 0;
     const float power = PRODUCTS ? at.scale * LOG2E : LOG2E;
 
     // Load Q_i and the first K_j and V_j. Only these may reach behind the last key, where blocks are not searched
@@ -570,16 +607,31 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) fa2_forward(const __gri
         commit_group();
 
         // m_new = max(m, rowmax(S)); P = exp(S - m_new); l = alpha l + rowsum(P); O = alpha O + P V
-        softmax_step(S, O, m, l, power);
+        softmax_step(S, O, m, l, power, moving || step.j + BC >= whole_end);
         if constexpr (DROPOUT)
             drop(call, {at, i0}, S, j0);
         add_output(O, S, base + V_AT + lane_rows<COLUMNS_V>(once_more(threadIdx.x)));
         step = next;
     }
     await_groups<0>();
-
-    store_results(call, O, m, l, base);
+    if constexpr (!STATIC_MAXIMUM)
+        return GOOD;
+    return moving || !__syncthreads_or(!is_good(O, m, l, seen)) ? GOOD : BAD;
 }
+
+extern "C" __global__ void __launch_bounds__(THREADS, 2) fa2_forward(const __grid_constant__ Call call)
+{
+    extern __shared__ __align__(LINE_BYTES) unsigned char on_chip[];
+    const unsigned base = shared_address(on_chip);
+    float O[MT][NO][4], m[ROWS], l[ROWS];
+    Outcome outcome = BAD;
+#pragma unroll 1
+    for (bool moving = !STATIC_MAXIMUM; outcome == BAD; moving = true)
+        outcome = attend(call, base, moving, O, m, l);
+    if (outcome == GOOD)
+        store_results(call, O, m, l, base);
+}
+
 
 // O, m and l of all parts -> O = O / l, lse. A thread block has 16 rows, each of which eight neighbouring lanes merge, four columns at a time.
 constexpr int MERGED_ROWS = 16, MERGED = 4, MERGING = 8;
