@@ -113,6 +113,12 @@ WGMMA_BACKWARD_KEYS = 128  # Bc
 WGMMA_BACKWARD_AT_ONCE = 128  # Br where dQ goes from registers to its sums, not by way of shared memory
 WGMMA_BACKWARD_MOST = 256  # head dimension
 WGMMA_BACKWARD_STAGES, WGMMA_BACKWARD_S = {64: 3, 128: 2}, 2  # blocks of Q and dO on chip at once, by Br, and of dS
+# Blocks of threads prepare and finish rows of others while they compute: from so many of them for each multiprocessor
+# and so many blocks of keys on, and where so many rows see one, on average (at least, and, without a band, at most; by
+# the wider of d and dv); so many multiprocessors' blocks later and earlier.
+WGMMA_FUSED, WGMMA_FUSED_KEYS, WGMMA_FUSED_LAG = 4.0, 4, 1.0
+WGMMA_FUSED_ROWS = {64: (256, 2048), 128: (448, MMA_LONGEST)}
+WGMMA_FUSED_STAGES = 2
 WGMMA_WIDE = 64  # Br and Bc where d or dv is above those of WGMMA_BACKWARD
 WGMMA_WIDE_STAGES = ((3, 2), (3, 1), (2, 2), (2, 1))  # of Q and dO, and of P, on chip: the first that fit
 WGMMA_WIDE_DQ = 64  # columns of dQ that one product has
@@ -273,6 +279,10 @@ class Tiles:
         Thread blocks, of kernels whose blocks take one piece of work after the other; else 0.
     constants : tuple of (str, int)
         What the text of such a kernel takes as given beside the block sizes.
+    lag : int
+        Only the backward pass of "wgmma": blocks of threads that come at least between one that prepares rows and the
+        first that reads them, or the last that adds to their dQ and the one that finishes it; 0: kernels of their own
+        do that.
     parts_bytes : int
         Device memory for parts of pieces of work that these blocks share, so that they end together; 0: they do not.
 
@@ -301,6 +311,7 @@ class Tiles:
     threads: int = 0
     grid: int = 0
     constants: tuple[tuple[str, int], ...] = ()
+    lag: int = 0
     parts_bytes: int = 0
 
     @cached_property
@@ -337,6 +348,8 @@ class Tiles:
             lines.append(f"  keys in up to {self.parts} parts of {self.part_keys}, merged by their m and l")
         if self.parts_bytes:
             lines.append(f"  the last pieces of work shared by {self.grid} blocks of threads, {self.parts_bytes} bytes")
+        if self.lag:
+            lines.append("  delta of later rows and dQ of earlier ones by two warps beside the products")
         if self.panel:
             lines.append(f"  softmax by panels of {self.panel} whole rows of scores")
         if self.on_chip_bytes is not None:
@@ -467,8 +480,18 @@ def _wgmma_backward(problem: Problem, chip: Chip) -> Tiles:
     d, dv = _padded(problem.d, WGMMA_SLAB), _padded(problem.dv, WGMMA_SLAB)
     if is_wide(problem):
         return next(tiles for tiles in (_wgmma_wide(chip, d, dv, *stages) for stages in WGMMA_WIDE_STAGES) if tiles)
-    br, bc = WGMMA_BACKWARD[max(d, dv)], WGMMA_BACKWARD_KEYS
-    stages = WGMMA_BACKWARD_STAGES[br]
+    processors = chip.processors or WGMMA_PROCESSORS
+    if _is_fused(problem, processors):
+        tiles = _wgmma_keys(problem, chip, d, dv, max(int(WGMMA_FUSED_LAG * processors), 1))
+        if tiles.smem_bytes <= chip.on_chip_bytes:
+            return tiles
+    return _wgmma_keys(problem, chip, d, dv, 0)
+
+
+def _wgmma_keys(problem: Problem, chip: Chip, d: int, dv: int, lag: int) -> Tiles:
+    """Those of fa2_backward.cu; with a lag rows are prepared and finished there."""
+    br, bc, fused = WGMMA_BACKWARD[max(d, dv)], WGMMA_BACKWARD_KEYS, lag > 0
+    stages = WGMMA_FUSED_STAGES if fused else WGMMA_BACKWARD_STAGES[br]
     at_once = br == WGMMA_BACKWARD_AT_ONCE and not problem.deterministic
     resident = (
         Tile("K", bc, d, 2),
@@ -477,16 +500,45 @@ def _wgmma_backward(problem: Problem, chip: Chip) -> Tiles:
         Tile("dO", stages * br, dv, 2),
         Tile("dS", WGMMA_BACKWARD_S * bc, br, 2),
         *(() if at_once else (Tile("dQ", 2 * br if d < dv else br, d, 4),)),  # d < dv: of each half of the keys
+        *((Tile("O, dO ahead", 2 * br, WGMMA_SLAB, 2), Tile("dQ behind", 68, WGMMA_SLAB, 4)) if fused else ()),
         Tile("lse", stages * br, 1, 4),
         Tile("delta", stages * br, 1, 4),
-        Tile("barriers", 4 + 3 * stages, 1, 8),
+        *((Tile("shares", 2, 8, 4),) if fused else ()),
+        Tile("barriers", 4 + 3 * stages + 2 * fused, 1, 8),
         Tile("S, P", bc, br, 4, REGISTERS),
         Tile("dP", bc, WGMMA_SLAB, 4, REGISTERS),
         Tile("dQ", br, d, 4, REGISTERS),
         Tile("dK", bc, d, 4, REGISTERS),
         Tile("dV", bc, dv, 4, REGISTERS),
     )
-    return Tiles(br, bc, resident, chip.name, chip.on_chip_bytes, JI, family=WGMMA)
+    return Tiles(br, bc, resident, chip.name, chip.on_chip_bytes, JI, family=WGMMA, lag=lag,
+                 constants=(("FUSED", int(fused)),))  # fmt: skip
+
+
+def _is_fused(problem: Problem, processors: int) -> bool:
+    """Do blocks of threads of cuda/sm90/fa2_backward.cu prepare and finish rows of others while they compute?"""
+    columns, blocks = max(problem.d, problem.dv), -(-problem.Tk // WGMMA_BACKWARD_KEYS)
+    least, most = next(rows for width, rows in WGMMA_FUSED_ROWS.items() if columns <= width)
+    band = problem.band.lower is not None or problem.band.upper is not None
+    return (
+        not (problem.ragged or problem.varlen or problem.deterministic or problem.sinks)
+        and _padded(problem.dv, WGMMA_SLAB) <= _padded(problem.d, WGMMA_SLAB)
+        and blocks >= WGMMA_FUSED_KEYS
+        and problem.B * problem.Hkv * blocks >= WGMMA_FUSED * processors
+        and least <= _rows_of_keys(problem, WGMMA_BACKWARD_KEYS) <= (MMA_LONGEST if band else most)
+    )
+
+
+def _rows_of_keys(problem: Problem, bc: int) -> float:
+    """How many rows see some of a block of keys, on average, if the last row is at the last key."""
+    lower, upper = problem.band.bounds()
+    offset, blocks = problem.Tk - problem.Tq, -(-problem.Tk // bc)
+    some = range(0, problem.Tk, bc * max(blocks // 64, 1))
+    seen = 0
+    for j in some:
+        first, end = j - offset - upper, min(j + bc, problem.Tk) - offset - lower
+        seen += max(min(end, problem.Tq) - max(first, 0), 0)
+    return seen / len(some)
 
 
 def _wgmma_wide(chip: Chip, d: int, dv: int, stages: int, handed: int) -> Tiles | None:

@@ -133,7 +133,8 @@ extern "C" int emulate(
     return 3;
 }
 """
-IN_ORDER = re.compile(r"constexpr int BALANCED = 1;|#define DETERMINISTIC 1")  # who waits for blocks of smaller numbers
+# Kernels whose blocks wait for blocks of smaller numbers
+IN_ORDER = re.compile(r"constexpr int (BALANCED|FUSED) = 1;|#define DETERMINISTIC 1")
 KERNEL = re.compile(
     r"__global__\s+void\s+(?:__launch_bounds__\(([^()]*)\)\s+)?(\w+)\(const (__grid_constant__ )?(Mapped)?Call "
 )

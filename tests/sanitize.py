@@ -145,9 +145,19 @@ def cases():
     return made
 
 
-def plan_for(name, fewest=tiling.WGMMA_FEWEST):
-    """Let sm_90's own kernels have the calls that are named for them: else such small ones go to cuda/mma."""
-    tiling.WGMMA_FEWEST = 0.0 if name.startswith("warpgroups") else fewest
+AS_THEY_ARE = {name: getattr(tiling, name) for name in ("WGMMA_FEWEST", "WGMMA_FUSED", "WGMMA_FUSED_KEYS",
+                                                        "WGMMA_FUSED_LAG", "WGMMA_FUSED_ROWS")}  # fmt: skip
+
+
+def plan_for(name):
+    """Let sm_90's own kernels have the calls that are named for them: else such small ones go to cuda/mma. And let
+    blocks of threads prepare and finish rows of others where a name says so."""
+    changed = {"WGMMA_FEWEST": 0.0} if name.startswith("warpgroups") else {}
+    if name.startswith("warpgroups, rows of others"):
+        changed |= {"WGMMA_FUSED": 0.0, "WGMMA_FUSED_KEYS": 1, "WGMMA_FUSED_LAG": 0.0,
+                    "WGMMA_FUSED_ROWS": {64: (0, 1 << 20), 128: (0, 1 << 20)}}  # fmt: skip
+    for name, value in (AS_THEY_ARE | changed).items():
+        setattr(tiling, name, value)
 
 
 def halves():
@@ -166,6 +176,8 @@ def halves():
         "warpgroups, softcap, alibi": tall | dict(d=128, dtype="bfloat16", causal=True, softcap=8.0,
                                                   alibi_slopes=np.array([0.5, 0.1, 0.02, 0.0])),
         "warpgroups, d = 192": tall | dict(Hq=2, d=192, dv=128, dtype="bfloat16", causal=True),
+        "warpgroups, rows of others": tall | dict(Hq=5, Hkv=5, d=64, dtype="bfloat16", causal=True),
+        "warpgroups, rows of others, d = 128": tall | dict(B=2, Hq=6, Hkv=3, d=128, dtype="float16"),
         "mma, bias": tall | dict(d=64, dtype="bfloat16", causal=True, bias=normal(4, Tq, Tk)),
         "mma, mask": tall | dict(d=128, dtype="float16", mask=half_visible(1, 1, Tq, Tk)),
         "mma, d = 256": tall | dict(Hq=2, d=256, dtype="bfloat16", causal=True),

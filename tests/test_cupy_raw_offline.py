@@ -182,6 +182,8 @@ OPTIONS = {
     "M given": dict(sram=64 << 10),  # in 16 bits no call for the kernels of sm_90
     "causal, M given": dict(causal=True, sram=hardware.CHIPS["sm_90"].on_chip_bytes),
     "few heads": {},  # in 16 bits blocks of other heights
+    "many heads": {},  # sm_90, backward: what is before and behind fa2_backward_keys is done there
+    "causal, many heads": dict(causal=True),
     "deterministic": dict(deterministic=True),
     "paged": {},  # decode: caches in blocks of 16
     "17 rows": {},  # decode: of queries that share a head of keys, more than one product has
@@ -245,6 +247,7 @@ def cases():
     found += on("sm_90a", ["fa2_backward"], ["float16"], [256], ["causal", "packed"])
     found += on("sm_80", ["fa2_backward"], ["bfloat16"], [64, 128], ["few heads"])
     found += on("sm_90a", ["fa2_backward"], ["bfloat16"], [64, 128], ["few heads"])
+    found += on("sm_90a", ["fa2_backward"], ["bfloat16", "float16"], [64, 128], ["many heads", "causal, many heads"])
     for arch in ("sm_75", "sm_80"):
         found += on(arch, FA2, ["float16", "float64"], [128], ["plain"])
         found += on(arch, FA2, ["float32"], [64], ["everything"])
@@ -262,7 +265,8 @@ def programs(case):
     dtype, packed = DTYPES[case.dtype], case.options == "packed"
     statistic = np.float64 if case.dtype == "float64" else np.float32
     halves = case.kernel in FA2 and case.dtype in ("float16", "bfloat16")
-    lead = () if packed else (16 * B,) if halves and case.options != "few heads" else (B,)
+    times = 1 if case.options == "few heads" else 32 if "many heads" in case.options else 16
+    lead = () if packed else (times * B,) if halves else (B,)
     many = 4 if packed and halves else 1  # as many blocks as sm_90's own kernels are for
     q, k, v = (Array((*lead, many * heads, T, case.d), dtype) for heads in (HQ, HKV, HKV))
     options = dict(OPTIONS[case.options])

@@ -174,6 +174,59 @@ def test_a_thousand_calls_give_the_same_bits(d, causal, dtype):
         assert all(bool((a == b).all()) for a, b in zip(first, again, strict=False)), n
 
 
+FUSED = {
+    "as planned": dict(Hq=150, Tq=520, d=64),
+    "as planned, causal, d = 128": dict(Hq=120, Tq=1030, d=128, causal=True),
+    "plain": dict(Hq=60, Tq=400, d=64),
+    "plain, d = 128": dict(Hq=60, Tq=330, Tk=400, d=128),
+    "causal": dict(Hq=40, Tq=700, d=64, causal=True),
+    "groups": dict(B=2, Hq=40, Hkv=10, Tq=400, Tk=300, d=128, causal=True),
+    "window": dict(Hq=40, Tq=500, d=128, window=(100, 30)),
+    "other columns": dict(Hq=30, Tq=300, d=72, dv=40, q_offset=-90, causal=True),
+}
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("name", FUSED)
+def test_rows_that_others_prepare_and_finish(name, dtype, monkeypatch):
+    """Backward on sm_90: right in each call and each replay of a graph, whatever lay in memory; with the shortest lag,
+    too, so that blocks of threads wait for those that run beside them."""
+    import cupy
+
+    monkeypatch.setattr(problem, "_MEMO", {})
+    if not name.startswith("as planned"):
+        monkeypatch.setattr(tiling, "WGMMA_FEWEST", 0.0)
+        monkeypatch.setattr(tiling, "WGMMA_FUSED", 0.0)
+        monkeypatch.setattr(tiling, "WGMMA_FUSED_KEYS", 1)
+        monkeypatch.setattr(tiling, "WGMMA_FUSED_LAG", 0.0)
+        monkeypatch.setattr(tiling, "WGMMA_FUSED_ROWS", {64: (0, 1 << 20), 128: (0, 1 << 20)})
+    case = make(dtype=dtype, **dict(B=1) | FUSED[name])
+    reference, gpu = case.reference(), on_gpu(case)
+    tiles = rf.explain(gpu.q, gpu.k, gpu.v, "backward", **gpu.options).tiles
+    assert (tiles.lag > 0) == (tiles.chip == "sm_90")
+    out, lse = gpu.forward()
+
+    def right(gradients):
+        for name, gradient in zip(case.wrt, gradients, strict=True):
+            assert_close("d" + name, to_host(gradient), reference)
+
+    for _ in range(10):
+        poison_pool()
+        right(gpu.backward(out, lse))
+    stream = cupy.cuda.Stream(non_blocking=True)
+    with stream:
+        gpu.backward(out, lse)
+        stream.begin_capture()
+        results = gpu.backward(out, lse)
+        graph = stream.end_capture()
+        for _ in range(10):
+            for result in results:
+                result.fill(np.nan)
+            graph.launch()
+            stream.synchronize()
+            right(results)
+
+
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("d, heads, rows, keys", [
     (64, 5, 600, 2100), (64, 48, 1300, 520), (128, 5, 600, 2100), (128, 40, 1000, 600), (256, 3, 500, 1500),

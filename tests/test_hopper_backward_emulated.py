@@ -11,7 +11,9 @@ from test_forward import make, normal
 from tolerances import assert_close
 
 import rawflash as rf
+from rawflash import tiling
 from rawflash.backends.cupy_raw import compile, fa2_backward, launch
+from rawflash.problem import Problem
 
 pytestmark = pytest.mark.emulated
 FILE = "sm90/fa2_backward.cu"
@@ -278,6 +280,118 @@ def test_other_calls_go_another_way(options, device_by_name, taken):
     assert not taken
 
 
+# ---- rows that blocks of threads of other rows prepare and finish ----------------------------------------------
+
+FUSED = {
+    "plain": dict(B=1, Hq=5, Tq=330, Tk=330, d=64),
+    "plain, d = 128": dict(B=2, Hq=2, Tq=200, Tk=300, d=128),
+    "causal": dict(B=1, Hq=7, Tq=400, Tk=400, d=64, causal=True),
+    "causal, d = 128": dict(B=5, Hq=1, Tq=260, Tk=260, d=128, causal=True),
+    "groups": dict(B=2, Hq=6, Hkv=2, Tq=200, Tk=260, d=64),
+    "groups, d = 128": dict(B=4, Hq=2, Hkv=1, Tq=130, Tk=140, d=128, causal=True),
+    "window": dict(B=1, Hq=5, Tq=300, Tk=300, d=128, window=(50, 10)),
+    "offsets": dict(B=4, Hq=1, Tq=200, Tk=260, d=64, causal=True, q_offset=np.array([-90, 0, 60, 300])),
+    "more rows than keys": dict(B=1, Hq=5, Tq=600, Tk=100, d=128),
+    "rows without keys": dict(B=1, Hq=5, Tq=300, Tk=70, d=64, causal=True),
+    "other columns": dict(B=1, Hq=5, Tq=200, Tk=200, d=72, dv=40),
+    "few columns": dict(B=1, Hq=5, Tq=200, Tk=200, d=32, dv=8, causal=True),
+    "d > dv": dict(B=1, Hq=5, Tq=140, Tk=200, d=128, dv=64),
+}
+
+
+@pytest.fixture
+def fused(monkeypatch):
+    """Small problems, too; rows of a head are prepared by blocks of threads of the second head before it."""
+    monkeypatch.setattr(tiling, "WGMMA_FUSED", 0.0)
+    monkeypatch.setattr(tiling, "WGMMA_FUSED_KEYS", 1)
+    monkeypatch.setattr(tiling, "WGMMA_FUSED_LAG", 0.0)
+    monkeypatch.setattr(tiling, "WGMMA_FUSED_ROWS", {64: (0, 1 << 20), 128: (0, 1 << 20)})
+
+
+@pytest.fixture
+def heads(monkeypatch):
+    """Query heads whose rows kernels of their own prepare, and finish, of each call."""
+    found = {"row_deltas": [], "fa2_backward_finish": []}
+    run = launch.Launcher.run
+
+    def counted(self, kernel, blocks, *arguments, **more):
+        if kernel in found:
+            rows = launch.DELTA_ROWS if kernel == "row_deltas" else 64 if self.problem.d > 64 else 128
+            found[kernel].append(blocks / launch.blocks_of(self.problem.Tq, rows))
+        return run(self, kernel, blocks, *arguments, **more)
+
+    monkeypatch.setattr(launch.Launcher, "run", counted)
+    return found
+
+
+@pytest.mark.parametrize("name", FUSED)
+def test_rows_prepared_and_finished_by_others(name, device_by_name, fused, heads, taken):
+    case = prepared(FUSED[name], DTYPES[list(FUSED).index(name) % 2])
+    check(case, case.reference())
+    group = case.q.shape[1] // case.k.shape[1]
+    assert taken and all(found == [2 * group] for found in heads.values())
+
+
+@pytest.mark.parametrize("name", ["causal", "groups, d = 128"])
+def test_orders_of_threads_where_others_prepare_and_finish(name, device, fused, taken):
+    case = prepared(FUSED[name], "bfloat16")
+    check(case, case.reference())
+    assert taken
+
+
+@pytest.mark.parametrize("view", ["transposed", "sliced", "fortran"])
+def test_strides_where_others_prepare_and_finish(view, device_by_name, fused, heads):
+    case = make(B=1, Hq=4, Tq=150, Tk=200, d=64, dtype="bfloat16")
+    reference = case.reference()
+    for name in ("q", "k", "v", "dout"):
+        setattr(case, name, restride(getattr(case, name), view))
+    check(case, reference)
+    assert len(heads["row_deltas"]) == 1
+
+
+@pytest.mark.parametrize("more", [
+    dict(q_lengths=[100, 150]), dict(sinks=normal(4)), dict(deterministic=True), dict(dv=128), dict(d=256),
+], ids=lambda more: next(iter(more)))  # fmt: skip
+def test_calls_whose_rows_have_kernels_of_their_own(more, device_by_name, fused, heads, taken):
+    case = make(**dict(B=2, Hq=4, Tq=150, Tk=200, d=64, dtype="bfloat16") | more)
+    check(case, case.reference())
+    assert heads["row_deltas"] == [8]
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("heads, Tk, lag", [
+    (8, 512, 132), (130, 512, 132), (264, 512, 132), (64, 1024, 20), (5, 300, 1), (33, 16384, 132), (7, 2048, 16),
+    (40, 640, 11),
+])  # fmt: skip
+def test_schedule(causal, heads, Tk, lag):
+    """Each row is prepared and finished once; before those that need it, and behind, with the lag between."""
+    problem = Problem(B=1, Hq=heads, Hkv=heads, Tq=Tk, Tk=Tk, d=64, dv=64, dtype="bfloat16", causal=causal)
+    blocks = -(-Tk // 128)
+    schedule = fa2_backward._schedule(problem, tiling.Tiles(128, 128, lag=lag), blocks)
+    section, ahead, behind = schedule["section"], schedule["ahead"], schedule["behind"]
+
+    def place(index):  # key_block in sm90/backward.cuh
+        first = index // (section * blocks) * section
+        count = min(heads - first, section)
+        rest = index - first * blocks
+        return first + rest % count, rest // count
+
+    total = heads * blocks
+    assert sorted(map(place, range(total))) == [(head, n) for head in range(heads) for n in range(blocks)]
+    assert ahead % blocks == behind % blocks == 0
+    done = [place(index + ahead) for index in range(total - ahead)]
+    assert sorted(done) == [(head, n) for head in range(ahead // blocks, heads) for n in range(blocks)]
+    done = [place(index - behind) for index in range(behind, total)]
+    assert sorted(done) == [(head, n) for head in range(heads - behind // blocks) for n in range(blocks)]
+    of_head = {}
+    for index in range(total):
+        of_head.setdefault(place(index)[0], []).append(index)
+    for index in range(total - ahead):
+        assert index + lag <= min(of_head[place(index + ahead)[0]])
+    for index in range(behind, total):
+        assert index - lag >= max(of_head[place(index - behind)[0]])
+
+
 # ---- the tests can fail ---------------------------------------------------------------------------------------
 
 BROKEN = {
@@ -329,6 +443,44 @@ def break_backward(monkeypatch, old, new):
         "source",
         lambda name, preamble: whole(name, preamble).replace(old, new) if name == FILE else whole(name, preamble),
     )
+
+
+BROKEN_FUSED = {
+    "": ("causal", "", ""),
+    "sums are not cleared": ("plain", "sums[x] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);", ""),
+    "O is taken for dO": ("plain, d = 128", "load_shared(at + PREPARED_BYTES / 2)", "load_shared(at)"),
+    "O and dO are awaited by nobody": ("plain, d = 128", "await(barrier, parity);\n            // Each", "// Each"),
+    "delta begins anew with each slab": (
+        "plain, d = 128", "slab < SLABS; slab++, parity ^= 1)", "slab < SLABS; slab++, parity ^= 1, gamma[0] = 0)"),
+    "dlse is left out": ("plain", "gamma[r] -= *row_of(call.dlse", "gamma[r] -= 0.0f * *row_of(call.dlse"),
+    "rows are left out": (
+        "plain", "share.to = rows_before(call, place.block + 1);",
+        "share.to = rows_before(call, place.block + 1) - 1;"),
+    "the next head of a group is not taken": (
+        "groups", "share.block = share.from, share.h = share.h + 1;", "share.block = share.from;"),
+    "nobody says that rows are prepared": ("plain", "pass_turn(prepared(call, share.head));", ";"),
+    "it is said before all is added": (
+        "plain, d = 128", "await_stores<0>();\n        pass_turn(added", "pass_turn(added"),
+    "sums are awaited by nobody": ("plain", "await(barrier, parity);\n            unsigned from", "unsigned from"),
+    "dQ is not scaled": ("plain", "pair(__uint_as_float(x) * scale,", "pair(__uint_as_float(x),"),
+    "dQ is not fenced": (
+        "plain", "fence_shared();\n            __syncwarp();\n            if (lane == 0) {\n                store_box",
+        "__syncwarp();\n            if (lane == 0) {\n                store_box"),
+    "dQ's place is taken before it is read": (
+        "plain", "await_stores_read<0>();\n                arrive_expecting(barrier, PATCH",
+        "arrive_expecting(barrier, PATCH"),
+    "patches are columns where they are rows": ("plain", "BY_COLUMNS ? patch * SLAB : 0, share", "patch * SLAB, share"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BROKEN_FUSED)
+def test_broken_kernels_that_prepare_and_finish_are_caught(name, device_by_name, fused, taken, monkeypatch):
+    which, old, new = BROKEN_FUSED[name]
+    case = prepared(FUSED[which], "bfloat16")
+    break_backward(monkeypatch, old, new)
+    with pytest.raises(AssertionError) if old else nullcontext():
+        check(case, case.reference())
+    assert taken
 
 
 @pytest.mark.parametrize("name", BROKEN)

@@ -31,7 +31,8 @@ RAN = sanitize.RAN + json.dumps({"kernels": ["a.cu f", "a.cu g"], "calls": CALLS
 @pytest.fixture
 def plans(monkeypatch):
     """`plan_for` changes them."""
-    monkeypatch.setattr(tiling, "WGMMA_FEWEST", tiling.WGMMA_FEWEST)
+    for name, value in sanitize.AS_THEY_ARE.items():
+        monkeypatch.setattr(tiling, name, value)
 
 
 def test_the_calls_reach_every_kernel_both_ways_of_every_switch(monkeypatch, plans):
@@ -75,6 +76,8 @@ def test_calls_of_16_bits_go_where_their_names_say(name, monkeypatch, plans):
     plain = ours and name != "warpgroups, softcap, alibi"
     wide = name == "warpgroups, d = 192"
     assert backward == ("sm90" if plain else "mma") + f"/fa2_backward{'_wide' if wide else ''}.cu"
+    text = device.programs[1].text
+    assert ("constexpr int FUSED = 1;" in text) == name.startswith("warpgroups, rows of others")
 
 
 @pytest.mark.parametrize("change", [lambda x: 1.01 * x, lambda x: np.where(x == 3, np.inf, x), lambda x: x - np.nan])

@@ -95,7 +95,8 @@ def test_results_stay_right(name, monkeypatch):
             variant = Variant(**SPEC[name])
             if long:
                 table = tiling.WGMMA_FORWARD
-                patch.setattr(tiling, "WGMMA_FORWARD", table | {128: table[128][1:]})
+                rows = tuple(shape for shape in table[128] if shape.most > LONG)
+                patch.setattr(tiling, "WGMMA_FORWARD", table | {128: rows})
                 patch.setattr(tiling, "WGMMA_BALANCED_LEAST", 1)
                 patch.setattr(tiling, "WGMMA_BALANCED_COST", -1.0)
             case = make(B=1, Hq=2, Tq=400, d=d, dtype="bfloat16", causal=causal)

@@ -17,6 +17,8 @@ PIECE_ROWS, PIECE_COLUMNS = 16, 8  # of dQ's sums in mma/fa2_backward.cu
 WGMMA_THREADS = 384  # a warpgroup that copies, two that compute
 WIDE_THREADS = 512  # one that copies, three that compute
 SECTION_BYTES = 32 << 20  # of L2, for the heads whose keys are taken in turn
+COUNTERS = 64  # a multiple of so many lies before dQ's sums
+FINISHED_ROWS = 64  # of dQ, which a warp writes at once
 DETERMINISTIC_MORE = 4  # times that
 PATCH_ROWS, PATCH_COLUMNS, WARP = 16, 8, 32  # of dQ in mma/split_backward.cu, each added by a warp
 
@@ -60,23 +62,44 @@ def _numbers_of_pieces(problem: Problem, x: Operands) -> int:
 
 def _wgmma(problem: Problem, tiles: Tiles, x: Operands, grads: dict[str, Target]) -> None:
     """The same by the kernels of sm_90: dQ's sums lie in blocks of whole tiles."""
-    boxes = (Box("q", tiles.br), Box("k", tiles.bc), Box("v", tiles.bc), Box("dout", tiles.br))
+    boxes = [Box("q", tiles.br), Box("k", tiles.bc), Box("v", tiles.bc), Box("dout", tiles.br)]
+    if tiles.lag:
+        boxes += [Box("o", tiles.br), Box("dq", FINISHED_ROWS)]
     heads, rows, columns = x.q.shape[0] * x.q.shape[1], x.q.shape[2], blocks_of(problem.d, WGMMA_SLAB) * WGMMA_SLAB
     written = {"d" + name: grads[name] for name in ("q", "k", "v")}
     file, threads = (FILE_WIDE, WIDE_THREADS) if is_wide(problem) else (FILE_WGMMA, WGMMA_THREADS)
-    kernels = launcher(file, problem, tiles, x, written, boxes, section=_section(problem))
-    delta = side_gradients(problem, tiles, x, grads)
     key_blocks, query_blocks = blocks_of(problem.Tk, tiles.bc), blocks_of(problem.Tq, tiles.br)
+    schedule = _schedule(problem, tiles, key_blocks)
+    kernels = launcher(file, problem, tiles, x, written, boxes, **schedule)
+    # Query heads whose rows kernels of their own prepare, and finish
+    first, last = (schedule[name] // key_blocks * problem.group for name in ("ahead", "behind"))
+    delta = side_gradients(problem, tiles, x, grads, first)
     # Packed sequences begin new blocks; how many all of them have may be known on the device only
     blocks = heads * (rows // tiles.br + problem.B if problem.varlen else query_blocks)
-    numbers = blocks * tiles.br * columns
-    # Behind the sums, if deterministic: whose turn it is at each block
-    dQ = kernels.workspace(numbers + blocks * problem.deterministic, zero=True)
-    call = _call(kernels, problem, x, grads, delta, dQ, key_blocks, counters=dQ.data.ptr + 4 * numbers)
+    numbers = tiles.br * columns
+    # Before the sums what is counted: if deterministic, whose turn it is at each block; with a lag, for each key head
+    # the blocks of threads that have prepared rows, and those that have added all of theirs
+    counters = blocks * problem.deterministic + 2 * problem.B * problem.Hkv * bool(tiles.lag)
+    counters = blocks_of(counters, COUNTERS) * COUNTERS
+    dQ = kernels.workspace(counters + blocks * numbers)
+    dQ.data.memset_async(0, 4 * (counters + numbers * (query_blocks * first if tiles.lag else blocks)))
+    call = _call(kernels, problem, x, grads, delta, dQ, key_blocks, counters)
     if problem.varlen:
         kernels.run_over("clear_gradients", max(heads * rows, x.k.shape[1] * x.k.shape[2]), call)
     kernels.run("fa2_backward_keys", key_blocks * problem.Hkv * problem.B, call, tiles.smem_bytes, threads)
-    kernels.run("fa2_backward_finish", query_blocks * problem.Hq * problem.B, call, tiles.br * columns * 2)
+    kernels.run("fa2_backward_finish", query_blocks * last, call, numbers * 2)
+
+
+def _schedule(problem: Problem, tiles: Tiles, key_blocks: int) -> dict[str, int]:
+    """In which order blocks of threads come, and how far ahead and behind they work, in whole sections of heads: as
+    many as there are of them where they do not, as kernels of their own then do it for all."""
+    section, total = _section(problem), key_blocks * problem.B * problem.Hkv
+    if not tiles.lag:
+        return {"section": section, "ahead": total, "behind": total}
+    section = min(section, max(tiles.lag // key_blocks, 1))
+    at_once = section * key_blocks
+    ahead = min(at_once * (1 + blocks_of(tiles.lag, at_once)), total)
+    return {"section": section, "ahead": ahead, "behind": total - (total - ahead) // at_once * at_once}
 
 
 def _section(problem: Problem) -> int:
@@ -96,10 +119,11 @@ def _section(problem: Problem) -> int:
 
 def _call(kernels: Launcher, problem: Problem, x: Operands, grads: dict[str, Target], delta: Any, dQ: Any, blocks: int,
           counters: int = 0) -> Any:  # fmt: skip
+    """The words of a call; before dQ's sums there are so many counters."""
     return kernels.call(problem, x, {
         "dq.data": grads["q"].address, "dk.data": grads["k"].address, "dv.data": grads["v"].address,
-        "delta.data": delta.data.ptr, "sums": 0 if dQ is None else dQ.data.ptr, "blocks": blocks,
-        "counters": counters,
+        "delta.data": delta.data.ptr, "sums": 0 if dQ is None else dQ.data.ptr + 4 * counters, "blocks": blocks,
+        "counters": dQ.data.ptr if counters else 0,
     })  # fmt: skip
 
 

@@ -66,7 +66,7 @@ def _fields() -> list[str]:
     words += ["block_table.data", "block_table.bytes", "table_row", "cache_blocks"]
     words += [f"mask.{n}" for n in range(MASK_WORDS)]
     words += ["offset", "offset_given", "B", "Hq", "Hkv", "Tq", "Tk", "rows_q", "rows_k", "blocks"]
-    words += ["parts", "part_keys", "section"]
+    words += ["parts", "part_keys", "section", "ahead", "behind"]
     words += ["band_lower", "band_upper", "keep_threshold", "seed", "scale", "softcap", "keep_scale"]
     return words
 
@@ -457,8 +457,13 @@ def launcher(
     return made
 
 
-def side_gradients(problem: Problem, tiles: Tiles, x: Operands, grads: dict[str, Target]) -> Any:
-    """Write the gradients of sinks and bias, if asked for; return delta, which all backward kernels read."""
+def side_gradients(
+    problem: Problem, tiles: Tiles, x: Operands, grads: dict[str, Target], heads: int | None = None
+) -> Any:
+    """Write the gradients of sinks and bias, if asked for; return delta, which all backward kernels read.
+
+    ``heads``: of so many query heads of all; the others' are for the kernel that reads them.
+    """
     if tiles.family == MMA and problem.backend == "cupy_raw":  # their tiles hold numbers of the compute dtype
         tiles = _side_tiles(problem, x)
     kernels = launcher("side_gradients.cu", problem, tiles, x, {})
@@ -469,7 +474,7 @@ def side_gradients(problem: Problem, tiles: Tiles, x: Operands, grads: dict[str,
     if "bias" in grads:
         values["dbias"] = grads["bias"].address
     call = kernels.call(problem, x, values)
-    kernels.run("row_deltas", values["blocks"] * problem.Hq * problem.B, call)
+    kernels.run("row_deltas", values["blocks"] * (problem.Hq * problem.B if heads is None else heads), call)
     if "sinks" in grads:
         kernels.run("sink_gradient", problem.Hq, call, kernels.threads * 8)  # a float64 each
     if "bias" in grads:

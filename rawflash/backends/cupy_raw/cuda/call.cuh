@@ -47,6 +47,7 @@ struct Call {
     long long blocks;                // blocks of rows that the grid has for each head
     long long parts, part_keys;      // fa2 forward: how many blocks of threads share the keys of a block of rows, keys of each
     long long section;               // sm90: query heads that are gone through together
+    long long ahead, behind;         // sm90 backward: how many blocks of threads later, or before, those are whose rows one prepares, or finishes
     long long band_lower, band_upper;
     long long keep_threshold, seed;
     double scale, softcap, keep_scale;

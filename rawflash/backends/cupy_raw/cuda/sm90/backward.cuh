@@ -11,7 +11,7 @@ constexpr int WARP_LANES = 32, WARPS = WARPGROUP / WARP_LANES;  // of a warpgrou
 constexpr int TO_D = ceil_div(D, SLAB) * SLAB, TO_V = ceil_div(DV, SLAB) * SLAB;
 constexpr int SUM = 16;          // products that a matrix product of a warpgroup sums
 constexpr int LANE_NUMBERS = 4;  // neighbouring numbers of a lane in a patch of dQ's sums
-constexpr int MAP_Q = 0, MAP_K = 1, MAP_V = 2, MAP_DO = 3;
+constexpr int MAP_Q = 0, MAP_K = 1, MAP_V = 2, MAP_DO = 3, MAP_O = 4, MAP_DQ = 5;
 static_assert(ALIGNED && D % 8 == 0 && DV % 8 == 0, "what copies can do");
 
 // Which keys of which head, and the rows that see some of them: of every query head, from i_low (the start of a block) on, before i_high.
@@ -23,20 +23,31 @@ struct Work {
     long long offset;
 };
 
+// Which block of keys of which key head of all a block of threads has.
+struct KeyBlock {
+    unsigned head, block;
+};
+
+// Heads come in sections whose matrices L2 can hold; of a section the first keys first, which most rows see if it is causal.
+__device__ __forceinline__ KeyBlock key_block(const Call& call, unsigned index)
+{
+    const unsigned heads = (unsigned)(call.B * call.Hkv), blocks = (unsigned)call.blocks, section = (unsigned)call.section;
+    const unsigned first = index / (section * blocks) * section, rest = index - first * blocks;
+    const unsigned count = heads - first < section ? heads - first : section;
+    return {first + rest % count, rest / count};
+}
+
 __device__ __forceinline__ Work work_of(const Call& call)
 {
-    // Heads come in sections whose matrices L2 can hold; of a section the first keys first, which most rows see if it is causal.
     Work work;
-    const unsigned heads = (unsigned)(call.B * call.Hkv), blocks = (unsigned)call.blocks, section = (unsigned)call.section;
-    const unsigned first = blockIdx.x / (section * blocks) * section, rest = blockIdx.x - first * blocks;
-    const unsigned count = heads - first < section ? heads - first : section, bh = first + rest % count;
-    work.j0 = (int)(rest / count) * BC;
-    work.b = (int)(bh / (unsigned)call.Hkv);
-    work.h = (int)(bh % (unsigned)call.Hkv);
+    const KeyBlock place = key_block(call, blockIdx.x);
+    work.j0 = (int)place.block * BC;
+    work.b = (int)(place.head / (unsigned)call.Hkv);
+    work.h = (int)(place.head % (unsigned)call.Hkv);
     const Sequence s = sequence(call, work.b);
     work.slot = (int)s.slot, work.q_start = (int)s.q_start, work.k_start = (int)s.k_start;
-    work.q_length = (int)s.q_length, work.kv_length = (int)s.kv_length, work.offset = s.offset;
-    work.i_low = 0, work.i_high = work.j0 < work.kv_length ? work.q_length : 0;
+    work.q_length = (int)(FUSED ? call.Tq : s.q_length), work.kv_length = (int)(FUSED ? call.Tk : s.kv_length), work.offset = s.offset;
+    work.i_low = 0, work.i_high = FUSED || work.j0 < work.kv_length ? work.q_length : 0;
     if constexpr (BAND) {
         const long long j1 = least(work.j0 + BC, s.kv_length);
         work.i_low = (int)clamp(work.j0 - s.offset - call.band_upper, 0, work.i_high) / BR * BR;

@@ -7,9 +7,11 @@
 // device memory, in the order in which the registers hold it: at once, or from shared memory, where it is left for one thread to add. dK is under way
 // while dQ_i is handed on.
 // On chip:  K (Bc, d), V (Bc, dv), STAGES of Q (Br, d) and dO (Br, dv), two dS (Bc, Br) in 16 bits; dQ (Br, d) or none; lse and delta (Br), barriers;
-//           in registers S (Bc, Br), dP (Bc, 64), dK (Bc, d), dV (Bc, dv), dQ (Br, d), of V (Bc, dv) or (Bc, 64).
+//           in registers S (Bc, Br), dP (Bc, 64), dK (Bc, d), dV (Bc, dv), dQ (Br, d), of V (Bc, dv) or (Bc, 64). FUSED: 64 columns of O and dO
+//           (Br, 64) of rows to be prepared, sums of dQ (64, 64) to be finished.
 //
-// fa2_backward_finish: dQ = scale * those sums, row by row.
+// fa2_backward_finish: dQ = scale * those sums, row by row. FUSED: for the last heads only; of the others it is the work of a warp of later blocks of
+// threads, and what row_deltas does (side_gradients.cu), that of a warp of earlier ones.
 //
 // Scores are plain ones: what hides keys is a band, and lengths. Rows and keys past the lengths are zeros on chip, so that products with
 // them are, too: of such a row, lse is +infinity, hence P = 0; such a key is hidden as a band hides others, or has an exponent of -infinity.
@@ -19,8 +21,8 @@
 
 constexpr int COMPUTING = 2, KEYS = BC / COMPUTING;  // warpgroups, and the keys of each
 constexpr int KEYS_THREADS = (1 + COMPUTING) * WARPGROUP;
-constexpr int STAGES = BR == 64 ? 3 : 2, S_STAGES = 2;  // of Q and dO on chip; of dS
-constexpr int COPYING = 64;                             // threads that copy; one of the next warp may add to dQ's sums
+constexpr int STAGES = BR == 64 && !FUSED ? 3 : 2, S_STAGES = 2;  // of Q and dO on chip; of dS
+constexpr int COPYING = FUSED ? 32 : 64;                // threads that copy; one of the next warp may add to dQ's sums
 constexpr int PART = 64, PARTS = BR / PART;             // rows that dP has at a time
 static_assert(KEYS == 64 && BR % SLAB == 0, "what products can do");
 
@@ -45,17 +47,22 @@ constexpr bool AT_ONCE = BR == 128 && !DETERMINISTIC;
 constexpr bool DS_BY_ROWS = BR == 64;
 constexpr int DK_FIRST = BR == 64 ? BR / SUM : BR / SUM * 3 / 4;  // of the products for dK, those that begin before dQ_i is handed on
 
+// FUSED, on chip for two warps: a slab of O and of dO; a patch of dQ's sums, which in 16 bits begins a little before it.
+constexpr int PREPARED_BYTES = 2 * BR * SLAB_ROW, FINISHED_BEFORE = SLAB_ALIGNMENT;
+
 // Where things are on chip, in bytes.
 constexpr int AT_K = 0, AT_V = AT_K + BC * TO_D * 2, AT_Q = AT_V + BC * TO_V * 2, AT_DO = AT_Q + STAGES * BR * TO_D * 2;
 constexpr int AT_DS = AT_DO + STAGES * BR * TO_V * 2, AT_DQ = AT_DS + S_STAGES * BC * BR * 2;
-constexpr int AT_LSE = AT_DQ + (AT_ONCE ? 0 : COMPUTING * PATCH * 4);
-constexpr int AT_DELTA = AT_LSE + STAGES * BR * 4, AT_BARRIERS = AT_DELTA + STAGES * BR * 4;
+constexpr int AT_PREPARED = AT_DQ + (AT_ONCE ? 0 : COMPUTING * PATCH * 4), AT_FINISHED = AT_PREPARED + FUSED * PREPARED_BYTES;
+constexpr int AT_LSE = AT_FINISHED + FUSED * (FINISHED_BEFORE + PATCH * 4), AT_DELTA = AT_LSE + STAGES * BR * 4;
+constexpr int AT_SHARES = AT_DELTA + STAGES * BR * 4, AT_BARRIERS = AT_SHARES + FUSED * 64;
 constexpr int K_THERE = 0, V_THERE = 1, DQ_THERE = 2, DQ_READ = 3, Q_THERE = 4, O_THERE = Q_THERE + STAGES, READ = O_THERE + STAGES;
-constexpr int BARRIERS = READ + STAGES;
+constexpr int FUSED_THERE = READ + STAGES, BARRIERS = FUSED_THERE + 2 * FUSED;
 static_assert(AT_BARRIERS + BARRIERS * 8 == TILE_BYTES, "tiling.py and this file disagree on what is on chip");
 
-constexpr int ALL_MEET = 1, WARPGROUP_MEETS = 2;  // named barriers: of all that compute, and one of each warpgroup
-constexpr int COPYING_REGISTERS = 24, COMPUTING_REGISTERS = 240;
+constexpr int ALL_MEET = 1, WARPGROUP_MEETS = 2, ADDED = 4;  // named barriers: of all that compute, one of each warpgroup; dQ has all
+// Preparing and finishing takes more registers than copying; with 64 rows the warpgroups that compute can spare none.
+constexpr int COPYING_REGISTERS = FUSED && BR == 128 ? 40 : 24, COMPUTING_REGISTERS = FUSED && BR == 128 ? 232 : 240;
 
 // The first row of each step: up the blocks of rows of one head after the other. DETERMINISTIC: down, as blocks of keys then take turns at dQ, and
 // the last rows are those that all see which a causal mask has there: so they begin one right behind the other.
@@ -71,12 +78,192 @@ __device__ __forceinline__ int next_rows(const Work& work, int i0)
     return i0 + BR < work.i_high ? i0 + BR : work.i_low;
 }
 
+// ---- the warps that prepare and finish rows ----------------------------------------------------------------------------------------
+//
+// Rows have to be prepared (delta, and zeros where their dQ is added to) before the first block of keys sees them, and finished (dQ in 16 bits) after
+// the last. FUSED: while it computes, a block of threads prepares rows of one that comes `ahead` later in the grid, and finishes rows of one that
+// came `behind` before it; kernels do it for the first and the last ones. Counters of each key head say how many blocks of threads have prepared
+// their rows, and how many have added all they have to dQ. Nobody waits for a block of threads that comes later.
+
+// Blocks of rows that a block of threads prepares or finishes, of each query head that shares its keys; h and block: which one is next, of so many
+// that are left. It lies on chip, as few registers are left.
+struct Share {
+    unsigned head;
+    int b, h, block, from, to, left;
+};
+
+// Of a head's blocks of rows, how many are for the blocks of keys before this one: as many for each, or fewer where fewer rows see them.
+__device__ __forceinline__ int rows_before(const Call& call, unsigned block)
+{
+    const int rows = ((int)call.Tq + BR - 1) / BR;
+    float rest = (float)((unsigned)call.blocks - block) / (float)(unsigned)call.blocks;
+    if (BAND && call.band_lower <= -call.Tk)
+        rest *= rest;
+    return rows - (int)((float)rows * rest);
+}
+
+__device__ __forceinline__ void find_share(const Call& call, unsigned index, volatile Share& share)
+{
+    const KeyBlock place = key_block(call, index);
+    share.head = place.head;
+    share.b = (int)(place.head / (unsigned)call.Hkv);
+    share.h = (int)(place.head % (unsigned)call.Hkv) * ((int)call.Hq / (int)call.Hkv);
+    share.block = share.from = rows_before(call, place.block);
+    share.to = rows_before(call, place.block + 1);
+    share.left = (share.to - share.from) * ((int)call.Hq / (int)call.Hkv);
+}
+
+__device__ __forceinline__ void next_block(volatile Share& share)
+{
+    share.left = share.left - 1;
+    share.block = share.block + 1;
+    if (share.block == share.to)
+        share.block = share.from, share.h = share.h + 1;
+}
+
+__device__ __forceinline__ unsigned* prepared(const Call& call, unsigned head) { return call.counters + head; }
+__device__ __forceinline__ unsigned* added(const Call& call, unsigned head) { return call.counters + call.B * call.Hkv + head; }
+
+__device__ __forceinline__ void await_prepared(const Call& call, const Work& work)
+{
+    if (blockIdx.x >= (unsigned)call.ahead)
+        await_turn(prepared(call, work.b * (unsigned)call.Hkv + work.h), (unsigned)call.blocks);
+}
+
+// Of two numbers of TYPE in a word, the second.
+__device__ __forceinline__ float upper_half(unsigned x)
+{
+    return TYPE == BFLOAT16 ? __uint_as_float(x & 0xFFFF0000u) : widen<TYPE>((unsigned short)(x >> 16));
+}
+
+// By a warp: zeros, and delta, for the rows of a share. A slab of O and dO at a time.
+__device__ __forceinline__ void prepare_rows(const MappedCall& argument, unsigned index, unsigned char* on_chip, Barrier* barrier)
+{
+    constexpr int SLABS = TO_V / SLAB, LANE_ROWS = BR / WARP_LANES;
+    const Call& call = argument.call;
+    unsigned char* const place = on_chip + AT_PREPARED;
+    volatile Share& share = ((Share*)(on_chip + AT_SHARES))[0];
+    const int lane = threadIdx.x % WARP_LANES;
+    if (lane == 0)
+        find_share(call, index, share);
+    __syncwarp();
+    int parity = 0;
+#pragma unroll 1
+    while (share.left > 0) {
+        float gamma[LANE_ROWS] = {};
+#pragma unroll 1
+        for (int slab = 0; slab < SLABS; slab++, parity ^= 1) {
+            const int h = share.h, b = share.b, block = share.block;
+            if (lane == 0) {
+                arrive_expecting(barrier, PREPARED_BYTES);
+                copy_box(place, argument.map[MAP_O], barrier, slab * SLAB, block * BR, h, b);
+                copy_box(place + PREPARED_BYTES / 2, argument.map[MAP_DO], barrier, slab * SLAB, block * BR, h, b);
+            }
+            constexpr int VECTORS = BR * TO_D / LANE_NUMBERS / SLABS;
+            float4* const sums = (float4*)sums_of_block(call, first_block(call, b, h, 0) + block) + slab * VECTORS + lane;
+#pragma unroll 4
+            for (int x = 0; x < VECTORS; x += WARP_LANES)
+                sums[x] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+            await(barrier, parity);
+            // Each lane some rows, of which it reads other columns than its neighbours: those are in other banks
+            const unsigned thread = once_more(threadIdx.x), turned = thread % 8 * VECTOR_BYTES;
+            const unsigned from = shared_address(place) + thread % WARP_LANES * SLAB_ROW;
+#pragma unroll 1
+            for (int x = 0; x < SLAB_ROW; x += VECTOR_BYTES)
+#pragma unroll
+                for (int r = 0; r < LANE_ROWS; r++) {
+                    const unsigned at = from + r * WARP_LANES * SLAB_ROW + (x ^ turned);
+                    const uint4 o = load_shared(at), d = load_shared(at + PREPARED_BYTES / 2);
+                    const unsigned O[4] = {o.x, o.y, o.z, o.w}, dO[4] = {d.x, d.y, d.z, d.w};
+#pragma unroll
+                    for (int e = 0; e < 4; e++) {
+                        gamma[r] = fmaf(widen<TYPE>((unsigned short)O[e]), widen<TYPE>((unsigned short)dO[e]), gamma[r]);
+                        gamma[r] = fmaf(upper_half(O[e]), upper_half(dO[e]), gamma[r]);
+                    }
+                }
+            __syncwarp();
+        }
+#pragma unroll
+        for (int r = 0; r < LANE_ROWS; r++) {
+            const int i = share.block * BR + r * WARP_LANES + lane;
+            if (i < (int)call.Tq) {
+                if constexpr (DLSE)
+                    gamma[r] -= *row_of(call.dlse, share.b, share.h, i);
+                *row_of(call.delta, share.b, share.h, i) = gamma[r];
+            }
+        }
+        __syncwarp();
+        if (lane == 0)
+            next_block(share);
+        __syncwarp();
+    }
+    __syncwarp();
+    if (lane == 0)
+        pass_turn(prepared(call, share.head));
+}
+
+// By a warp: dQ of the rows of a share, 64 rows of a slab's columns at a time. In 16 bits they begin a little before where they were: what lies there
+// has been read.
+__device__ __forceinline__ void finish_rows(const MappedCall& argument, unsigned index, unsigned char* on_chip, Barrier* barrier)
+{
+    const Call& call = argument.call;
+    unsigned char *const place = on_chip + AT_FINISHED, *const sums = place + FINISHED_BEFORE;
+    volatile Share& share = ((Share*)(on_chip + AT_SHARES))[1];
+    const int lane = threadIdx.x % WARP_LANES;
+    if (lane == 0) {
+        find_share(call, index, share);
+        if (share.from < share.to)
+            await_turn(added(call, share.head), (unsigned)call.blocks);
+        fence_device();
+    }
+    __syncwarp();
+    const float scale = (float)call.scale;
+    int parity = 0;
+#pragma unroll 1
+    while (share.left > 0) {
+#pragma unroll 1
+        for (int patch = 0; patch < PATCHES; patch++, parity ^= 1) {
+            if (lane == 0) {
+                await_stores_read<0>();
+                arrive_expecting(barrier, PATCH * 4);
+                copy_bulk(sums, sums_of_block(call, first_block(call, share.b, share.h, 0) + share.block) + patch * PATCH, barrier, PATCH * 4);
+            }
+            await(barrier, parity);
+            unsigned from = shared_address(sums) + lane * VECTOR_BYTES;
+#pragma unroll 1
+            for (int row = lane % 16; row < 64; row += 16)
+#pragma unroll
+                for (int x = lane / 16; x < SLAB / 8; x += 2, from += 2 * WARP_LANES * VECTOR_BYTES) {
+                    const uint4 left = load_shared(from), right = load_shared(from + WARP_LANES * VECTOR_BYTES);
+                    const auto scaled = [&](unsigned x, unsigned y) { return pair(__uint_as_float(x) * scale, __uint_as_float(y) * scale); };
+                    const unsigned words[4] = {scaled(left.x, left.y), scaled(left.z, left.w), scaled(right.x, right.y), scaled(right.z, right.w)};
+                    __syncwarp();  // all have read
+                    store_matrices<false>(place + in_slab(row, x), words[0], words[1], words[2], words[3]);
+                }
+            fence_shared();
+            __syncwarp();
+            if (lane == 0) {
+                store_box(argument.map[MAP_DQ], place, BY_COLUMNS ? patch * SLAB : 0, share.block * BR + (BY_COLUMNS ? 0 : patch * 64), share.h, share.b);
+                commit_stores();
+            }
+        }
+        __syncwarp();
+        if (lane == 0)
+            next_block(share);
+        __syncwarp();
+    }
+    if (lane == 0)
+        await_stores_read<0>();  // shared memory is given back
+}
+
 // ---- the warps that copy ---------------------------------------------------------------------------------------------------
 
 __device__ __forceinline__ void copy_all(const MappedCall& argument, const Work& work, unsigned char* on_chip, Barrier* barriers)
 {
     const Call& call = argument.call;
     const int thread = threadIdx.x;
+    if constexpr (FUSED)
+        await_prepared(call, work);
     Ring<STAGES> to;
     int h = work.h * ((int)call.Hq / (int)call.Hkv), i0 = first_rows(work);
     for (int steps = work.steps; steps > 0; steps--) {
@@ -134,6 +321,10 @@ __device__ __forceinline__ void add_all(const Call& call, const Work& work, cons
 {
     constexpr int BYTES = (BY_KEYS ? 1 : COMPUTING) * PATCH * 4;
     int h = work.h * ((int)call.Hq / (int)call.Hkv), i0 = first_rows(work), parity = 0;
+    if constexpr (FUSED) {
+        await_prepared(call, work);
+        fence_device();
+    }
 #pragma unroll 1
     for (int steps = work.steps; steps > 0; steps--, parity ^= 1) {
         const long long block = first_block(call, work.b, h, work.q_start) + i0 / BR;
@@ -155,6 +346,10 @@ __device__ __forceinline__ void add_all(const Call& call, const Work& work, cons
         }
         i0 = next_rows(work, i0);
         h += i0 == first_rows(work);
+    }
+    if constexpr (FUSED) {
+        await_stores<0>();
+        pass_turn(added(call, work.b * (unsigned)call.Hkv + work.h));
     }
 }
 
@@ -450,6 +645,8 @@ __device__ __forceinline__ void compute_all(const Call& call, const Work& work, 
         }
         all_meet();  // no thread reads K and V any more
     }
+    if constexpr (FUSED && AT_ONCE)
+        announce(ADDED, COMPUTING * WARPGROUP + WARP_LANES);
 
     // Write dK_j, dV_j, by way of where K and V were. Keys of padding have 0.
     const float scale = (float)call.scale;
@@ -487,6 +684,8 @@ extern "C" __global__ void __launch_bounds__(KEYS_THREADS, 1) fa2_backward_keys(
         init_barrier(barriers + V_THERE, 1);
         init_barrier(barriers + DQ_THERE, COMPUTING * WARPS * ARRIVALS);
         init_barrier(barriers + DQ_READ, 1);
+        for (int n = FUSED_THERE; n < BARRIERS; n++)
+            init_barrier(barriers + n, 1);
         for (int n = 0; n < STAGES; n++) {
             init_barrier(barriers + Q_THERE + n, 1);
             init_barrier(barriers + O_THERE + n, 1 + COPYING);  // who begins the copy of dO, and those that wrote lse and delta
@@ -509,8 +708,20 @@ extern "C" __global__ void __launch_bounds__(KEYS_THREADS, 1) fa2_backward_keys(
         give_registers<COPYING_REGISTERS>();
         if (threadIdx.x < COPYING && work.steps > 0)
             copy_all(argument, work, on_chip, barriers);
-        else if (!AT_ONCE && threadIdx.x == COPYING && work.steps > 0)
+        else if (!AT_ONCE && threadIdx.x == COPYING && (FUSED || work.steps > 0))
             add_all(call, work, on_chip, barriers);
+        if constexpr (FUSED) {
+            const unsigned warp = threadIdx.x / WARP_LANES, ahead = blockIdx.x + (unsigned)call.ahead, behind = (unsigned)call.behind;
+            if (AT_ONCE && warp == 1) {
+                meet(ADDED, COMPUTING * WARPGROUP + WARP_LANES);
+                if (threadIdx.x == COPYING)
+                    pass_turn(added(call, work.b * (unsigned)call.Hkv + work.h));
+            } else if (warp == 2 && ahead < gridDim.x) {
+                prepare_rows(argument, ahead, on_chip, barriers + FUSED_THERE);
+            } else if (warp == 3 && blockIdx.x >= behind) {
+                finish_rows(argument, blockIdx.x - behind, on_chip, barriers + FUSED_THERE + 1);
+            }
+        }
     } else {
         take_registers<COMPUTING_REGISTERS>();
         compute_all(call, work, on_chip, barriers);
@@ -521,8 +732,9 @@ extern "C" __global__ void __launch_bounds__(KEYS_THREADS, 1) fa2_backward_keys(
 extern "C" __global__ void __launch_bounds__(THREADS) fa2_backward_finish(const __grid_constant__ Call call)
 {
     extern __shared__ __align__(SLAB_ALIGNMENT) unsigned char on_chip[];
-    const unsigned number = gridDim.x - 1 - blockIdx.x;  // the last sums first, of which L2 may have some yet
-    const long long blocks = (call.Tq + BR - 1) / BR, block = number % blocks, bh = number / blocks, b = bh / call.Hq, h = bh % call.Hq;
+    const long long blocks = (call.Tq + BR - 1) / BR;
+    const unsigned number = (unsigned)(blocks * call.B * call.Hq) - 1 - blockIdx.x;  // the last sums first, of which L2 may have some yet
+    const long long block = number % blocks, bh = number / blocks, b = bh / call.Hq, h = bh % call.Hq;
     const Sequence s = sequence(call, b);
     const long long i0 = block * BR, rows_end = PACKED ? s.q_length : call.Tq;
     if (i0 >= rows_end)

@@ -188,6 +188,9 @@ __device__ __forceinline__ void pass_turn(unsigned* turns)
     asm volatile("fence.proxy.async.global;\nred.release.gpu.global.add.u32 [%0], 1;" ::"l"(__cvta_generic_to_global(turns)) : "memory");
 }
 
+// What others wrote to device memory by ordinary stores, and this thread has seen, is seen by its copies.
+__device__ __forceinline__ void fence_device() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
+
 // What this thread wrote to shared memory by ordinary stores becomes visible to products and copies, after a barrier.
 __device__ __forceinline__ void fence_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
