@@ -110,7 +110,7 @@ WGMMA_BALANCED_MOST = 1 << 30  # blocks of keys of all shared pieces, so that th
 WGMMA_SECTION = 32 << 20  # bytes of K and V that stay in L2
 WGMMA_BACKWARD = {64: 128, 128: 64}  # Br, by the wider of d and dv
 WGMMA_BACKWARD_KEYS = 128  # Bc
-WGMMA_BACKWARD_AT_ONCE = 128  # Br where dQ goes from registers to its sums, not by way of shared memory
+WGMMA_BACKWARD_APART = 128  # Br where a warpgroup of its own computes dQ and adds it, unless in a fixed order
 WGMMA_BACKWARD_MOST = 256  # head dimension
 WGMMA_BACKWARD_STAGES, WGMMA_BACKWARD_S = {64: 3, 128: 2}, 2  # blocks of Q and dO on chip at once, by Br, and of dS
 # Blocks of threads prepare and finish rows of others while they compute: from so many of them for each multiprocessor
@@ -492,19 +492,19 @@ def _wgmma_keys(problem: Problem, chip: Chip, d: int, dv: int, lag: int) -> Tile
     """Those of fa2_backward.cu; with a lag rows are prepared and finished there."""
     br, bc, fused = WGMMA_BACKWARD[max(d, dv)], WGMMA_BACKWARD_KEYS, lag > 0
     stages = WGMMA_FUSED_STAGES if fused else WGMMA_BACKWARD_STAGES[br]
-    at_once = br == WGMMA_BACKWARD_AT_ONCE and not problem.deterministic
+    apart = br == WGMMA_BACKWARD_APART and not problem.deterministic
     resident = (
         Tile("K", bc, d, 2),
         Tile("V", bc, dv, 2),
         Tile("Q", stages * br, d, 2),
         Tile("dO", stages * br, dv, 2),
         Tile("dS", WGMMA_BACKWARD_S * bc, br, 2),
-        *(() if at_once else (Tile("dQ", 2 * br if d < dv else br, d, 4),)),  # d < dv: of each half of the keys
+        *(() if apart else (Tile("dQ", 2 * br if d < dv else br, d, 4),)),  # d < dv: of each half of the keys
         *((Tile("O, dO ahead", 2 * br, WGMMA_SLAB, 2), Tile("dQ behind", 68, WGMMA_SLAB, 4)) if fused else ()),
         Tile("lse", stages * br, 1, 4),
         Tile("delta", stages * br, 1, 4),
         *((Tile("shares", 2, 8, 4),) if fused else ()),
-        Tile("barriers", 4 + 3 * stages + 2 * fused, 1, 8),
+        Tile("barriers", 4 + 3 * stages + 2 * WGMMA_BACKWARD_S * apart + 2 * fused, 1, 8),
         Tile("S, P", bc, br, 4, REGISTERS),
         Tile("dP", bc, WGMMA_SLAB, 4, REGISTERS),
         Tile("dQ", br, d, 4, REGISTERS),
@@ -512,7 +512,7 @@ def _wgmma_keys(problem: Problem, chip: Chip, d: int, dv: int, lag: int) -> Tile
         Tile("dV", bc, dv, 4, REGISTERS),
     )
     return Tiles(br, bc, resident, chip.name, chip.on_chip_bytes, JI, family=WGMMA, lag=lag,
-                 constants=(("FUSED", int(fused)),))  # fmt: skip
+                 constants=(("FUSED", int(fused)), ("APART", int(apart))))  # fmt: skip
 
 
 def _is_fused(problem: Problem, processors: int) -> bool:

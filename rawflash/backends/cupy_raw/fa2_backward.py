@@ -15,6 +15,7 @@ FILE, FILE_MMA = "fa2_backward.cu", "mma/fa2_backward.cu"
 FILE_WGMMA, FILE_WIDE = "sm90/fa2_backward.cu", "sm90/fa2_backward_wide.cu"
 PIECE_ROWS, PIECE_COLUMNS = 16, 8  # of dQ's sums in mma/fa2_backward.cu
 WGMMA_THREADS = 384  # a warpgroup that copies, two that compute
+WARPGROUP = 128  # APART: one more, for dQ
 WIDE_THREADS = 512  # one that copies, three that compute
 SECTION_BYTES = 32 << 20  # of L2, for the heads whose keys are taken in turn
 COUNTERS = 64  # a multiple of so many lies before dQ's sums
@@ -68,6 +69,7 @@ def _wgmma(problem: Problem, tiles: Tiles, x: Operands, grads: dict[str, Target]
     heads, rows, columns = x.q.shape[0] * x.q.shape[1], x.q.shape[2], blocks_of(problem.d, WGMMA_SLAB) * WGMMA_SLAB
     written = {"d" + name: grads[name] for name in ("q", "k", "v")}
     file, threads = (FILE_WIDE, WIDE_THREADS) if is_wide(problem) else (FILE_WGMMA, WGMMA_THREADS)
+    threads += WARPGROUP * dict(tiles.constants).get("APART", 0)
     key_blocks, query_blocks = blocks_of(problem.Tk, tiles.bc), blocks_of(problem.Tq, tiles.br)
     schedule = _schedule(problem, tiles, key_blocks)
     kernels = launcher(file, problem, tiles, x, written, boxes, **schedule)

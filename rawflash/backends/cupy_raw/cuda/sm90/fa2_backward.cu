@@ -4,8 +4,9 @@
 // One warpgroup copies (tensor maps), two compute: each of these owns 64 of the keys, with dK and dV in registers. Everything is transposed,
 // S^T = K Q^T and dP^T = V dO^T, so that P^T and dS^T are factors of dV += P^T dO and dK += dS^T Q where they are, in registers; so is V, or half of
 // it. dS^T goes to shared memory as well, as a factor of dQ_i = dS K, in which both warpgroups' keys have a share. dQ_i is added to float32 sums in
-// device memory, in the order in which the registers hold it: at once, or from shared memory, where it is left for one thread to add. dK is under way
-// while dQ_i is handed on.
+// device memory, in the order in which the registers hold it. APART: a fourth warpgroup computes dQ_i and adds it from its registers, and the two
+// others never wait for each other. Otherwise these two compute it, half each, and leave it in shared memory for one thread to add; dK is under way
+// meanwhile.
 // On chip:  K (Bc, d), V (Bc, dv), STAGES of Q (Br, d) and dO (Br, dv), two dS (Bc, Br) in 16 bits; dQ (Br, d) or none; lse and delta (Br), barriers;
 //           in registers S (Bc, Br), dP (Bc, 64), dK (Bc, d), dV (Bc, dv), dQ (Br, d), of V (Bc, dv) or (Bc, 64). FUSED: 64 columns of O and dO
 //           (Br, 64) of rows to be prepared, sums of dQ (64, 64) to be finished.
@@ -20,7 +21,7 @@
 #include "backward.cuh"
 
 constexpr int COMPUTING = 2, KEYS = BC / COMPUTING;  // warpgroups, and the keys of each
-constexpr int KEYS_THREADS = (1 + COMPUTING) * WARPGROUP;
+constexpr int KEYS_THREADS = (1 + COMPUTING + APART) * WARPGROUP;
 constexpr int STAGES = BR == 64 && !FUSED ? 3 : 2, S_STAGES = 2;  // of Q and dO on chip; of dS
 constexpr int COPYING = FUSED ? 32 : 64;                // threads that copy; one of the next warp may add to dQ's sums
 constexpr int PART = 64, PARTS = BR / PART;             // rows that dP has at a time
@@ -28,7 +29,7 @@ static_assert(KEYS == 64 && BR % SLAB == 0, "what products can do");
 
 // Steps of SUM columns of dP = V dO^T whose factor V is in registers, not in shared memory, which is what bounds this kernel: as many as there is
 // room for. So no product reads that slab of V any more: what hides keys of a lane is there, as few blocks of rows need it.
-constexpr int V_HELD = BR == 128 ? TO_V / SUM : 4;
+constexpr int V_HELD = APART ? 2 : BR == 128 ? TO_V / SUM : 4;
 constexpr bool LIMITS_ON_CHIP = BAND && BR == 64;
 constexpr bool SKIPS = BAND && BR == 64;  // products between rows and keys none of which they see
 static_assert(V_HELD <= TO_V / SUM && (!LIMITS_ON_CHIP || V_HELD >= SLAB / SUM), "a slab");
@@ -39,9 +40,8 @@ constexpr int DQ_COLUMNS = BY_COLUMNS ? TO_D / 2 : TO_D;
 static_assert(!BY_KEYS || BR == 64, "all rows");
 constexpr int PATCH = 64 * DQ_COLUMNS;          // numbers of it
 constexpr int PATCHES = BR * TO_D / PATCH;      // in a block of rows
-// Those that compute dQ_i add it to its sums themselves; otherwise it is left in shared memory, and one thread has it added. Which is faster was
-// measured; the order of the sums is kept in the second way only.
-constexpr bool AT_ONCE = BR == 128 && !DETERMINISTIC;
+// The order of the sums is kept by one thread only.
+static_assert(!APART || BY_ROWS && !DETERMINISTIC, "a warpgroup of its own computes dQ");
 
 // dS is on chip with the rows of Q, each warpgroup's keys in a slab of their own; otherwise dS^T, with the keys'.
 constexpr bool DS_BY_ROWS = BR == 64;
@@ -53,16 +53,18 @@ constexpr int PREPARED_BYTES = 2 * BR * SLAB_ROW, FINISHED_BEFORE = SLAB_ALIGNME
 // Where things are on chip, in bytes.
 constexpr int AT_K = 0, AT_V = AT_K + BC * TO_D * 2, AT_Q = AT_V + BC * TO_V * 2, AT_DO = AT_Q + STAGES * BR * TO_D * 2;
 constexpr int AT_DS = AT_DO + STAGES * BR * TO_V * 2, AT_DQ = AT_DS + S_STAGES * BC * BR * 2;
-constexpr int AT_PREPARED = AT_DQ + (AT_ONCE ? 0 : COMPUTING * PATCH * 4), AT_FINISHED = AT_PREPARED + FUSED * PREPARED_BYTES;
+constexpr int AT_PREPARED = AT_DQ + (APART ? 0 : COMPUTING * PATCH * 4), AT_FINISHED = AT_PREPARED + FUSED * PREPARED_BYTES;
 constexpr int AT_LSE = AT_FINISHED + FUSED * (FINISHED_BEFORE + PATCH * 4), AT_DELTA = AT_LSE + STAGES * BR * 4;
 constexpr int AT_SHARES = AT_DELTA + STAGES * BR * 4, AT_BARRIERS = AT_SHARES + FUSED * 64;
 constexpr int K_THERE = 0, V_THERE = 1, DQ_THERE = 2, DQ_READ = 3, Q_THERE = 4, O_THERE = Q_THERE + STAGES, READ = O_THERE + STAGES;
-constexpr int FUSED_THERE = READ + STAGES, BARRIERS = FUSED_THERE + 2 * FUSED;
+constexpr int DS_THERE = READ + STAGES, DS_READ = DS_THERE + S_STAGES * APART, FUSED_THERE = DS_READ + S_STAGES * APART;
+constexpr int BARRIERS = FUSED_THERE + 2 * FUSED;
 static_assert(AT_BARRIERS + BARRIERS * 8 == TILE_BYTES, "tiling.py and this file disagree on what is on chip");
 
-constexpr int ALL_MEET = 1, WARPGROUP_MEETS = 2, ADDED = 4;  // named barriers: of all that compute, one of each warpgroup; dQ has all
+constexpr int ALL_MEET = 1, WARPGROUP_MEETS = 2, ALL_ADDED = 4;  // named barriers: of all that compute, one of each warpgroup; dQ has all
 // Preparing and finishing takes more registers than copying; with 64 rows the warpgroups that compute can spare none.
-constexpr int COPYING_REGISTERS = FUSED && BR == 128 ? 40 : 24, COMPUTING_REGISTERS = FUSED && BR == 128 ? 232 : 240;
+constexpr int COPYING_REGISTERS = FUSED && APART ? 32 : 24, ADDING_REGISTERS = FUSED ? 64 : 72, COMPUTING_REGISTERS = APART ? 208 : 240;
+static_assert(COPYING_REGISTERS + APART * ADDING_REGISTERS + COMPUTING * COMPUTING_REGISTERS <= 512, "what a multiprocessor has for 128 threads");
 
 // The first row of each step: up the blocks of rows of one head after the other. DETERMINISTIC: down, as blocks of keys then take turns at dQ, and
 // the last rows are those that all see which a causal mask has there: so they begin one right behind the other.
@@ -129,6 +131,9 @@ __device__ __forceinline__ void await_prepared(const Call& call, const Work& wor
     if (blockIdx.x >= (unsigned)call.ahead)
         await_turn(prepared(call, work.b * (unsigned)call.Hkv + work.h), (unsigned)call.blocks);
 }
+
+// The phase of dS's barriers in which a step is, when so many are left.
+__device__ __forceinline__ int dS_parity(const Work& work, int steps) { return (work.steps - steps) / S_STAGES & 1; }
 
 // Of two numbers of TYPE in a word, the second.
 __device__ __forceinline__ float upper_half(unsigned x)
@@ -382,6 +387,48 @@ __device__ __forceinline__ void all_meet()
         meet(ALL_MEET, COMPUTING * WARPGROUP);
 }
 
+// The warpgroup that computes dQ_i where it is APART: 64 rows after 64, each added as soon as it is there.
+__device__ __forceinline__ void add_apart(const Call& call, const Work& work, const unsigned char* on_chip, Barrier* barriers)
+{
+    constexpr int BLOCK = BR * TO_D / LANE_NUMBERS;
+    const int lane = threadIdx.x % WARP_LANES, warp = threadIdx.x / WARP_LANES % WARPS;
+    const unsigned long long K_across = factor(on_chip + AT_K, BC * SLAB_ROW), dS_across = factor(on_chip + AT_DS, BC * SLAB_ROW);
+    const int h = work.h * ((int)call.Hq / (int)call.Hkv), blocks = (work.i_high - work.i_low + BR - 1) / BR;  // of rows, of each head
+    float4* to = (float4*)sums_of_block(call, first_block(call, work.b, h, work.q_start) + work.i_low / BR) + warp * (DQ_COLUMNS / 8) * WARP_LANES + lane;
+    int left = blocks;
+    if (work.steps > 0)
+        await(barriers + K_THERE, 0);
+#pragma unroll 1
+    for (int steps = work.steps; steps > 0; steps--) {
+        const int stage = steps % S_STAGES;
+        await(barriers + DS_THERE + stage, dS_parity(work, steps));
+#pragma unroll
+        for (int patch = 0; patch < PATCHES; patch++) {
+            float dQ[DQ_COLUMNS / 2];
+            fence_products();
+#pragma unroll
+            for (int n = 0; n < BC / SUM; n++)
+                multiply_ss<DQ_COLUMNS, true, true>(dQ, moved(dS_across, patch * BC * SLAB_ROW + n * ROW_STEP) + stage * (BC * BR * 2 >> 4),
+                                                    moved(K_across, n * ROW_STEP), n > 0);
+            commit_products();
+            await_products<0>();
+            if (patch + 1 == PATCHES)
+                arrive_as_warp(barriers + DS_READ + stage, lane);
+#pragma unroll
+            for (int n = 0; n < DQ_COLUMNS / 8; n++)
+                atomicAdd(to + patch * (PATCH / LANE_NUMBERS) + n * WARP_LANES, make_float4(dQ[4 * n], dQ[4 * n + 1], dQ[4 * n + 2], dQ[4 * n + 3]));
+        }
+        to += BLOCK;
+        if (--left == 0)
+            left = blocks, to += (blocks_of_head(call) - blocks) * BLOCK;
+    }
+    if constexpr (FUSED) {
+        meet(ALL_ADDED, WARPGROUP);
+        if (threadIdx.x % WARPGROUP == 0)
+            pass_turn(added(call, work.b * (unsigned)call.Hkv + work.h));
+    }
+}
+
 __device__ __forceinline__ void compute_all(const Call& call, const Work& work, unsigned char* on_chip, Barrier* barriers)
 {
     const int lane = threadIdx.x % WARP_LANES, warp = threadIdx.x / WARP_LANES % WARPS;
@@ -421,8 +468,7 @@ __device__ __forceinline__ void compute_all(const Call& call, const Work& work, 
         }
         // Copies read what follows the rows of a sequence if there is something
         const bool rows_follow = work.q_start + q_length < call.rows_q, keys_follow = work.k_start + work.kv_length < call.rows_k;
-        const int in_patch = mine * (PATCH / LANE_NUMBERS) + warp * (DQ_COLUMNS / 8) * WARP_LANES + lane;
-        float4* const passed = (float4*)(on_chip + AT_DQ) + in_patch;
+        float4* const passed = (float4*)(on_chip + AT_DQ) + mine * (PATCH / LANE_NUMBERS) + warp * (DQ_COLUMNS / 8) * WARP_LANES + lane;
 
         const unsigned long long K = factor(on_chip + AT_K + first_key * SLAB_ROW), V = factor(on_chip + AT_V + first_key * SLAB_ROW);
         const unsigned long long K_across =
@@ -477,23 +523,14 @@ __device__ __forceinline__ void compute_all(const Call& call, const Work& work, 
                 commit_products();
             };
             const auto pass_on = [&](const float (&dQ)[DQ_COLUMNS / 2]) __attribute__((always_inline)) {
-                float4* to = passed;
-                if constexpr (AT_ONCE)
-                    to = (float4*)sums_of_block(call, first_block(call, work.b, h, work.q_start) + i0 / BR) + in_patch;
-                else
-                    await(barriers + DQ_READ, (work.steps - steps & 1) ^ 1);  // that of the step before is on its way
+                await(barriers + DQ_READ, (work.steps - steps & 1) ^ 1);  // that of the step before is on its way
 #pragma unroll
                 for (int n = 0; n < DQ_COLUMNS / 8; n++)
-                    if constexpr (AT_ONCE)
-                        atomicAdd(to + n * WARP_LANES, make_float4(dQ[4 * n], dQ[4 * n + 1], dQ[4 * n + 2], dQ[4 * n + 3]));
-                    else
-                        to[n * WARP_LANES] = make_float4(dQ[4 * n], dQ[4 * n + 1], dQ[4 * n + 2], dQ[4 * n + 3]);
+                    passed[n * WARP_LANES] = make_float4(dQ[4 * n], dQ[4 * n + 1], dQ[4 * n + 2], dQ[4 * n + 3]);
             };
             const auto tell = [&]() __attribute__((always_inline)) {
-                if constexpr (!AT_ONCE) {
-                    fence_shared();
-                    arrive_as_warp(barriers + DQ_THERE, lane);
-                }
+                fence_shared();
+                arrive_as_warp(barriers + DQ_THERE, lane);
             };
 
             // No row of them sees a key of this warpgroup, which has a share in their dQ nevertheless
@@ -554,8 +591,16 @@ __device__ __forceinline__ void compute_all(const Call& call, const Work& work, 
             begin_dP(0);
             await_products<1>();  // S
 
+            if constexpr (APART)
+                await(barriers + DS_READ + steps % S_STAGES, dS_parity(work, steps) ^ 1);  // that of the step before the last
             const bool plain = i0 >= plain_from && i0 + BR <= plain_to;
             unsigned P[BR / SUM][4], dS[BR / SUM][4];
+            const auto begin_dK = [&](int from, int to) __attribute__((always_inline)) {
+#pragma unroll
+                for (int n = from; n < to; n++)
+                    multiply_rs<TO_D, true>(dK, dS[n], moved(Q_across, n * ROW_STEP) + of_q, true);
+                commit_products();
+            };
 #pragma unroll
             for (int r = 0; r < PARTS; r++) {
                 const float2* const lse = (const float2*)(on_chip + AT_LSE) + at.stage * (BR / 2) + r * (PART / 2) + lane % 4;
@@ -609,28 +654,32 @@ __device__ __forceinline__ void compute_all(const Call& call, const Work& work, 
                     differentiate(true, scale);
                 }
 
-                // dV += P^T dO
+                // dV += P^T dO; APART: and dK += dS^T Q
                 fence_products();
 #pragma unroll
                 for (int n = 0; n < PART / SUM; n++)
                     multiply_rs<TO_V, true>(dV, P[r * (PART / SUM) + n], moved(dO_across, r * PART * SLAB_ROW + n * ROW_STEP) + of_o, true);
-                commit_products();
+                if constexpr (APART)
+                    begin_dK(r * (PART / SUM), (r + 1) * (PART / SUM));
+                else
+                    commit_products();
                 if (r + 1 < PARTS)
                     begin_dP(r + 1);
             }
             fence_shared();
+            if constexpr (APART) {
+                arrive_as_warp(barriers + DS_THERE + steps % S_STAGES, lane);
+                await_products<0>();  // dV and dK, whose factors P and dS are in registers
+                arrive_as_warp(barriers + READ + at.stage, lane);
+                next_step();
+                continue;
+            }
             all_meet();  // dS is there; no thread reads that of the step before the last any more
 
             float dQ[DQ_COLUMNS / 2];
             begin_dQ(dQ);
 
             // dK += dS^T Q, and dQ_i is handed on
-            const auto begin_dK = [&](int from, int to) {
-#pragma unroll
-                for (int n = from; n < to; n++)
-                    multiply_rs<TO_D, true>(dK, dS[n], moved(Q_across, n * ROW_STEP) + of_q, true);
-                commit_products();
-            };
             begin_dK(0, DK_FIRST);
             await_products<1>();  // dV, dQ
             pass_on(dQ);
@@ -643,10 +692,12 @@ __device__ __forceinline__ void compute_all(const Call& call, const Work& work, 
             arrive_as_warp(barriers + READ + at.stage, lane);
             next_step();
         }
-        all_meet();  // no thread reads K and V any more
+        // No thread reads K and V any more
+        if constexpr (APART)
+            await(barriers + DS_READ + 1 % S_STAGES, dS_parity(work, 1));
+        else
+            all_meet();
     }
-    if constexpr (FUSED && AT_ONCE)
-        announce(ADDED, COMPUTING * WARPGROUP + WARP_LANES);
 
     // Write dK_j, dV_j, by way of where K and V were. Keys of padding have 0.
     const float scale = (float)call.scale;
@@ -691,6 +742,10 @@ extern "C" __global__ void __launch_bounds__(KEYS_THREADS, 1) fa2_backward_keys(
             init_barrier(barriers + O_THERE + n, 1 + COPYING);  // who begins the copy of dO, and those that wrote lse and delta
             init_barrier(barriers + READ + n, COMPUTING * WARPS * ARRIVALS);
         }
+        for (int n = 0; n < S_STAGES * APART; n++) {
+            init_barrier(barriers + DS_THERE + n, COMPUTING * WARPS * ARRIVALS);
+            init_barrier(barriers + DS_READ + n, WARPS * ARRIVALS);
+        }
         fence_barriers();
         fence_shared();
     }
@@ -708,20 +763,19 @@ extern "C" __global__ void __launch_bounds__(KEYS_THREADS, 1) fa2_backward_keys(
         give_registers<COPYING_REGISTERS>();
         if (threadIdx.x < COPYING && work.steps > 0)
             copy_all(argument, work, on_chip, barriers);
-        else if (!AT_ONCE && threadIdx.x == COPYING && (FUSED || work.steps > 0))
+        else if (!APART && threadIdx.x == COPYING && (FUSED || work.steps > 0))
             add_all(call, work, on_chip, barriers);
         if constexpr (FUSED) {
             const unsigned warp = threadIdx.x / WARP_LANES, ahead = blockIdx.x + (unsigned)call.ahead, behind = (unsigned)call.behind;
-            if (AT_ONCE && warp == 1) {
-                meet(ADDED, COMPUTING * WARPGROUP + WARP_LANES);
-                if (threadIdx.x == COPYING)
-                    pass_turn(added(call, work.b * (unsigned)call.Hkv + work.h));
-            } else if (warp == 2 && ahead < gridDim.x) {
+            if (warp == 2 && ahead < gridDim.x) {
                 prepare_rows(argument, ahead, on_chip, barriers + FUSED_THERE);
             } else if (warp == 3 && blockIdx.x >= behind) {
                 finish_rows(argument, blockIdx.x - behind, on_chip, barriers + FUSED_THERE + 1);
             }
         }
+    } else if (APART && threadIdx.x >= (1 + COMPUTING) * WARPGROUP) {
+        give_registers<ADDING_REGISTERS>();
+        add_apart(call, work, on_chip, barriers);
     } else {
         take_registers<COMPUTING_REGISTERS>();
         compute_all(call, work, on_chip, barriers);
