@@ -114,10 +114,10 @@ WGMMA_BACKWARD_APART = 128  # Br where a warpgroup of its own computes dQ and ad
 WGMMA_BACKWARD_MOST = 256  # head dimension
 WGMMA_BACKWARD_STAGES, WGMMA_BACKWARD_S = {64: 3, 128: 2}, 2  # blocks of Q and dO on chip at once, by Br, and of dS
 # Blocks of threads prepare and finish rows of others while they compute: from so many of them for each multiprocessor
-# and so many blocks of keys on, and where so many rows see one, on average (at least, and, without a band, at most; by
-# the wider of d and dv); so many multiprocessors' blocks later and earlier.
+# and so many blocks of keys on, and where at least so many rows see one, on average (by the wider of d and dv); so many
+# multiprocessors' blocks later and earlier.
 WGMMA_FUSED, WGMMA_FUSED_KEYS, WGMMA_FUSED_LAG = 4.0, 4, 1.0
-WGMMA_FUSED_ROWS = {64: (256, 2048), 128: (448, MMA_LONGEST)}
+WGMMA_FUSED_ROWS = {64: 256, 128: 448}
 WGMMA_FUSED_STAGES = 2
 WGMMA_WIDE = 64  # Br and Bc where d or dv is above those of WGMMA_BACKWARD
 WGMMA_WIDE_STAGES = ((3, 2), (3, 1), (2, 2), (2, 1))  # of Q and dO, and of P, on chip: the first that fit
@@ -518,14 +518,13 @@ def _wgmma_keys(problem: Problem, chip: Chip, d: int, dv: int, lag: int) -> Tile
 def _is_fused(problem: Problem, processors: int) -> bool:
     """Do blocks of threads of cuda/sm90/fa2_backward.cu prepare and finish rows of others while they compute?"""
     columns, blocks = max(problem.d, problem.dv), -(-problem.Tk // WGMMA_BACKWARD_KEYS)
-    least, most = next(rows for width, rows in WGMMA_FUSED_ROWS.items() if columns <= width)
-    band = problem.band.lower is not None or problem.band.upper is not None
+    rows = next(rows for width, rows in WGMMA_FUSED_ROWS.items() if columns <= width)
     return (
         not (problem.ragged or problem.varlen or problem.deterministic or problem.sinks)
         and _padded(problem.dv, WGMMA_SLAB) <= _padded(problem.d, WGMMA_SLAB)
         and blocks >= WGMMA_FUSED_KEYS
         and problem.B * problem.Hkv * blocks >= WGMMA_FUSED * processors
-        and least <= _rows_of_keys(problem, WGMMA_BACKWARD_KEYS) <= (MMA_LONGEST if band else most)
+        and _rows_of_keys(problem, WGMMA_BACKWARD_KEYS) >= rows
     )
 
 

@@ -155,7 +155,7 @@ def plan_for(name):
     changed = {"WGMMA_FEWEST": 0.0} if name.startswith("warpgroups") else {}
     if name.startswith("warpgroups, rows of others"):
         changed |= {"WGMMA_FUSED": 0.0, "WGMMA_FUSED_KEYS": 1, "WGMMA_FUSED_LAG": 0.0,
-                    "WGMMA_FUSED_ROWS": {64: (0, 1 << 20), 128: (0, 1 << 20)}}  # fmt: skip
+                    "WGMMA_FUSED_ROWS": {64: 0, 128: 0}}  # fmt: skip
     for name, value in (AS_THEY_ARE | changed).items():
         setattr(tiling, name, value)
 

@@ -308,7 +308,7 @@ def fused(monkeypatch):
     monkeypatch.setattr(tiling, "WGMMA_FUSED", 0.0)
     monkeypatch.setattr(tiling, "WGMMA_FUSED_KEYS", 1)
     monkeypatch.setattr(tiling, "WGMMA_FUSED_LAG", 0.0)
-    monkeypatch.setattr(tiling, "WGMMA_FUSED_ROWS", {64: (0, 1 << 20), 128: (0, 1 << 20)})
+    monkeypatch.setattr(tiling, "WGMMA_FUSED_ROWS", {64: 0, 128: 0})
 
 
 @pytest.fixture
