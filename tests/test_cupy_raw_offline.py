@@ -533,11 +533,13 @@ def test_backward_products_of_warpgroups_overlap(dtype, d, options, tmp_path):
     code = re.findall(r"(HGMMA|WARPGROUP\.DEPBAR|WARPGROUP\.ARRIVE|BRA|MUFU\.EX2|FADD|LDL|STL|REDG|UBLKRED)\b", code)
     found = Counter(code)
     br, bc, band = 128 if d == 64 else 64, 128, options != "plain"
-    # S and dP are sums over d, dQ over keys, dK and dV over rows; dP has 64 rows at a time
-    assert found["HGMMA"] == d // 16 * (1 + br // 64) + bc // 16 * (2 if band and d == 128 else 1) + 2 * br // 16
-    # A thread has 32 numbers of dQ and adds four at a time, or one thread all of them in bulk
+    # S and dP are sums over d, dQ over keys, dK and dV over rows; dP has 64 rows at a time, and so has dQ where one
+    # warpgroup computes all of it
+    twice = d == 64 or band
+    assert found["HGMMA"] == d // 16 * (1 + br // 64) + bc // 16 * (1 + twice) + 2 * br // 16
+    # A thread has twice 32 numbers of dQ and adds four at a time, or one thread all of them in bulk
     assert not found.keys() & {"LDL", "STL"}
-    assert (found["REDG"], found["UBLKRED"]) == ((32 // 4, 0) if d == 64 else (0, 1))
+    assert (found["REDG"], found["UBLKRED"]) == ((2 * 32 // 4, 0) if d == 64 else (0, 1))
     # What follows the wait for dP, up to a branch or the next products: dP - delta
     behind = [re.split("BRA|WARPGROUP.ARRIVE", part)[0] for part in " ".join(code).split("WARPGROUP.DEPBAR")[1:]]
     computing = [part.partition("FADD")[2] for part in behind if part.count("FADD") == 32]
