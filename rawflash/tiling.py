@@ -507,7 +507,7 @@ def _wgmma_keys(problem: Problem, chip: Chip, d: int, dv: int, lag: int) -> Tile
         Tile("barriers", 4 + 3 * stages + 2 * WGMMA_BACKWARD_S * apart + 2 * fused, 1, 8),
         Tile("S, P", bc, br, 4, REGISTERS),
         Tile("dP", bc, WGMMA_SLAB, 4, REGISTERS),
-        Tile("dQ", br, d, 4, REGISTERS),
+        Tile("dQ", WGMMA_ROWS if apart else br, d, 4, REGISTERS),
         Tile("dK", bc, d, 4, REGISTERS),
         Tile("dV", bc, dv, 4, REGISTERS),
     )
