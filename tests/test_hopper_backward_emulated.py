@@ -520,7 +520,7 @@ def test_K_is_not_overwritten_while_dQ_is_computed_from_it(old, device_by_name, 
 
 
 def test_a_kernel_that_does_not_hide_dS_is_caught(device_by_name, monkeypatch):
-    behind = "delta[n / 4 * 4].x);\n                    "  # where dS is computed
+    behind = "of_row(first_delta, delta, n);\n                    "  # where dS is computed
     break_backward(monkeypatch, behind + "if (hidden)", behind + "if (false)")
     with pytest.raises(AssertionError):
         test_what_overflows_is_hidden_where_it_is_not_seen(None, [1])

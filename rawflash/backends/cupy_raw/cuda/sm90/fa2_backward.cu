@@ -31,6 +31,7 @@ static_assert(KEYS == 64 && BR % SLAB == 0, "what products can do");
 // room for. So no product reads that slab of V any more: what hides keys of a lane is there, as few blocks of rows need it.
 constexpr int V_HELD = APART ? 2 : BR == 128 ? TO_V / SUM : 4;
 constexpr bool LIMITS_ON_CHIP = BAND && BR == 64;
+constexpr bool ROWS_FIRST = BR == 64 && !BAND;  // lse and delta are read before the first of them is needed: faster there, slower elsewhere
 constexpr bool SKIPS = BAND && BR == 64;  // products between rows and keys none of which they see
 static_assert(V_HELD <= TO_V / SUM && (!LIMITS_ON_CHIP || V_HELD >= SLAB / SUM), "a slab");
 
@@ -605,6 +606,21 @@ __device__ __forceinline__ void compute_all(const Call& call, const Work& work, 
             for (int r = 0; r < PARTS; r++) {
                 const float2* const lse = (const float2*)(on_chip + AT_LSE) + at.stage * (BR / 2) + r * (PART / 2) + lane % 4;
                 const float2* const delta = (const float2*)(on_chip + AT_DELTA) + at.stage * (BR / 2) + r * (PART / 2) + lane % 4;
+                float2 first_lse[PART / 8], first_delta[PART / 8];
+                const auto read_rows = [](float2 (&rows)[PART / 8], const float2* from) __attribute__((always_inline)) {
+#pragma unroll
+                    for (int n = 0; n < PART / 8; n++)
+                        rows[n] = from[4 * n];
+                };
+                // Of the row of a lane's n-th number
+                const auto of_row = [](const float2 (&rows)[PART / 8], const float2* from, int n) __attribute__((always_inline)) {
+                    if constexpr (ROWS_FIRST)
+                        return n % 2 ? rows[n / 4].y : rows[n / 4].x;
+                    else
+                        return n % 2 ? from[n / 4 * 4].y : from[n / 4 * 4].x;
+                };
+                if constexpr (ROWS_FIRST)
+                    read_rows(first_lse, lse);
                 // Column 8 (n / 4) + n % 2 after the lane's first is the row, counted from i0
                 const auto hide = [&](float (&x)[PART / 2], const uint4 limit) {
 #pragma unroll
@@ -623,7 +639,7 @@ __device__ __forceinline__ void compute_all(const Call& call, const Work& work, 
 #pragma unroll
                     for (int n = 0; n < PART / 2; n++)
                         x[n] = exp2_approximately(
-                            least_or_nan(fmaf(S[r * (PART / 2) + n], unit, n % 2 ? -lse[n / 4 * 4].y : -lse[n / 4 * 4].x),
+                            least_or_nan(fmaf(S[r * (PART / 2) + n], unit, -of_row(first_lse, lse, n)),
                                          BAND ? 0.0f : most[n / 2 % 2]));
                     if (hidden)
                         hide(x, limit);
@@ -631,9 +647,11 @@ __device__ __forceinline__ void compute_all(const Call& call, const Work& work, 
                     for (int n = 0; n < PART / SUM; n++)
                         to_factor(P[r * (PART / SUM) + n], x, n);
                     await_products<0>();  // dP
+                    if constexpr (ROWS_FIRST)
+                        read_rows(first_delta, delta);
 #pragma unroll
                     for (int n = 0; n < PART / 2; n++)
-                        x[n] *= dP[n] - (n % 2 ? delta[n / 4 * 4].y : delta[n / 4 * 4].x);
+                        x[n] *= dP[n] - of_row(first_delta, delta, n);
                     if (hidden)
                         hide(x, limit);
 #pragma unroll
