@@ -210,10 +210,11 @@ def table(head: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
 EARLIER = " (earlier code)"
 
 
-def earlier(results: Results, rows: Sequence[Row]) -> dict[str, str]:
-    """What to say of a row that is of older code than the newest record of the device, by the name of its case."""
-    last = max(((record["date"], name) for name, record in results.sources.values()), default=None)
-    newest = {code_of(record) for name, record in results.sources.values() if (record["date"], name) == last}
+def earlier(results: Results, rows: Sequence[Row], than: Iterable[str] | None = None) -> dict[str, str]:
+    """What to say of a row that is of older code than the newest record of the device, or of those of cases."""
+    records = [results.sources[case] for case in (results.sources if than is None else than)]
+    last = max(((record["date"], name) for name, record in records), default=None)
+    newest = {code_of(record) for name, record in records if (record["date"], name) == last}
     made = {row["name"]: results.sources[row["name"]][1] for row in rows}
     return {case: "" if code_of(record) in newest else EARLIER for case, record in made.items()}
 
@@ -548,11 +549,12 @@ def page(text: str, found: dict[str, Results], pictures: dict[str, str]) -> str:
 def _curves(results: Results, direction: str) -> dict[str, Any]:
     """For each head dimension and mask: speed over T of everyone, and the ratio to the best peer.
 
-    A curve is of one state of the code; points of earlier ones, "before" and "ratio before", stand beside it.
+    A curve is of one state of the code, the newest of its direction; points of earlier ones, "before" and "ratio
+    before", stand beside it.
     """
     found: dict[str, Any] = {}
     rows = results.of(name for name in GROUPS["grid"] if name.startswith(f"{direction}/bfloat16/"))
-    old = earlier(results, rows)
+    old = earlier(results, rows, [row["name"] for row in rows])
     for d in sorted({size[0] for size in GRID}):
         for causal in (False, True):
             panel: dict[str, Any] = {"speed": {}, "ratio": [], "before": {}, "ratio before": []}
