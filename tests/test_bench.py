@@ -884,6 +884,10 @@ def test_newer_code_beside_fewer_peers_takes_the_place_of_older(root):
     for key in ("speed", "before"):
         assert {T for points in panel[key].values() for T, _ in points} == {4096 if key == "speed" else 8192}
     assert [T for T, _ in panel["ratio"]] == [4096] and [T for T, _ in panel["ratio before"]] == [8192]
+    path = synthetic(folder, date="2026-01-06", names=[name.replace("forward", "backward")])
+    record.write(path, record.read(path) | {"source_sha256": "2"})
+    plots = report.plots(report.load(folder))  # newer code in the other direction takes no curve away
+    assert plots["forward-bfloat16"][2]["panels"] == panels and plots["backward-bfloat16"]
 
 
 def test_backends_that_a_newer_row_lacks_are_shown_from_before(root):

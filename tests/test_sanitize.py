@@ -15,7 +15,7 @@ import sanitize
 from strategies import Decode
 from test_cupy_raw_offline import Array, Device
 
-from rawflash import tiling
+from rawflash import arrays, tiling
 from rawflash.backends.cupy_raw import compile as compiler
 
 SUMMARIES = {
@@ -78,6 +78,22 @@ def test_calls_of_16_bits_go_where_their_names_say(name, monkeypatch, plans):
     assert backward == ("sm90" if plain else "mma") + f"/fa2_backward{'_wide' if wide else ''}.cu"
     text = device.programs[1].text
     assert ("constexpr int FUSED = 1;" in text) == name.startswith("warpgroups, rows of others")
+
+
+def test_dq_and_no_other_result_is_nan_before_kernels_write_it(monkeypatch, plans):
+    monkeypatch.setattr(gpu, "to_kind", lambda array, kind: Array(array.shape, array.dtype))
+    case, filled, make = sanitize.cases()["warpgroups, rows of others"], [], Array.__init__
+
+    def noting(array, *arguments):
+        make(array, *arguments)
+        array.data.memset_async = lambda value, nbytes: filled.append((value, nbytes))
+
+    monkeypatch.setattr(Array, "__init__", noting)
+    monkeypatch.setattr(arrays.DeviceResult, "canonical", sanitize.nan_first)
+    with Device("sm_90a").current():
+        moved = gpu.on_gpu(case)
+        moved.backward(*moved.forward())
+    assert [nbytes for value, nbytes in filled if value == 0xFF] == [case.q.nbytes]
 
 
 @pytest.mark.parametrize("change", [lambda x: 1.01 * x, lambda x: np.where(x == 3, np.inf, x), lambda x: x - np.nan])
