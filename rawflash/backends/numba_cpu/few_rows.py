@@ -46,6 +46,7 @@ ELEMENTS = {"float32": np.float32, "float64": np.float64, "float16": np.int16, "
 _VECTOR_BYTES = SHAPE.vector_bytes
 _LINE = 64  # bytes of a cache line
 _IN_ORDER = 8  # rows up to which memory is what counts, not arithmetic
+_AHEAD = 8192  # bytes between what is read of K or V and what is asked for meanwhile, where memory counts
 _LEAST_SUMS = 8  # vectors that are summed at once: what hides the latency of FMA
 
 _helper = njit(nogil=True, error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True)
@@ -146,6 +147,13 @@ def _offsets(builder, base, stride, count):
     return [builder.add(base, builder.mul(stride.type(n), stride)) for n in range(count)]
 
 
+def _emit_prefetch(builder, address):
+    pointer, flag = builder.inttoptr(address, ir.IntType(8).as_pointer()), ir.IntType(32)
+    function_type = ir.FunctionType(ir.VoidType(), [pointer.type, flag, flag, flag])
+    function = cgutils.get_or_insert_function(builder.module, function_type, "llvm.prefetch.p0")
+    builder.call(function, [pointer, flag(0), flag(3), flag(1)])  # to read, into every cache, data
+
+
 def _key_rows(builder, base, stride, count, left, zeros):
     """Addresses of rows of K or V; from row `left` on, that of a row of zeros."""
     rows = _offsets(builder, base, stride, count)
@@ -153,19 +161,20 @@ def _key_rows(builder, base, stride, count, left, zeros):
 
 
 @intrinsic(prefer_literal=True)
-def score_tile(typingctx, rows, one_by_one, element, Q, q_row, K, k_row, left, zeros, steps, S, s_row):
+def score_tile(typingctx, rows, one_by_one, element, Q, q_row, K, k_row, ahead, left, zeros, steps, S, s_row):
     """S[r, c] = Q[r] . K[c] for `rows` rows and `_sums(lanes) / rows` keys, `steps` vectors long.
 
     `one_by_one` (1 or 0): keys are read one after the other, in the order of memory, which is how they come fastest
-    from there; else beside each other, a vector of each at a time, which reads Q least often. Byte addresses and
-    strides; S and Q are of the compute dtype, K of `element`. Keys from `left` on count as zeros, a row of which lies
-    at `zeros`. Lanes are summed apart, then together.
+    from there, and what lies `ahead` bytes further is asked for meanwhile; else beside each other, a vector of each
+    at a time, which reads Q least often. Byte addresses and strides; S and Q are of the compute dtype, K of
+    `element`. Keys from `left` on count as zeros, a row of which lies at `zeros`. Lanes are summed apart, then
+    together.
     """
     count = rows.literal_value
-    signature = types.void(rows, one_by_one, element, *[types.int64] * 9)
+    signature = types.void(rows, one_by_one, element, *[types.int64] * 10)
 
     def codegen(context, builder, signature, args):
-        *_, Q, q_row, K, k_row, left, zeros, steps, S, s_row = args
+        *_, Q, q_row, K, k_row, ahead, left, zeros, steps, S, s_row = args
         vectors = _Vectors(context, builder, signature.args[2].dtype)
         sums = _sums(vectors.lanes)
         keys = sums // count
@@ -186,6 +195,8 @@ def score_tile(typingctx, rows, one_by_one, element, Q, q_row, K, k_row, left, z
             k_at = builder.mul(t, index(vectors.lanes * vectors.stored_size))
             q = [vectors.load(builder.add(row, q_at)) for row in Q_rows]
             k = [vectors.load_stored(builder.add(row, k_at)) for row in K_rows[first : first + beside]]
+            if beside == 1:
+                _emit_prefetch(builder, builder.add(builder.add(K_rows[first], k_at), ahead))
             done |= {(r, key): vectors.fma(q[r], k[key - first], total) for (r, key), total in totals.items()}
             following = builder.add(t, index(1))
             builder.cbranch(builder.icmp_signed("<", following, steps), step, end)
@@ -210,13 +221,13 @@ def score_tile(typingctx, rows, one_by_one, element, Q, q_row, K, k_row, left, z
 
 
 @intrinsic(prefer_literal=True)
-def value_tile(typingctx, rows, one_by_one, element, P, p_row, V, v_row, left, zeros, steps, O, o_row):
+def value_tile(typingctx, rows, one_by_one, element, P, p_row, V, v_row, ahead, left, zeros, steps, O, o_row):
     """O[r] += sum_c P[r, c] V[c] for `rows` rows and `_sums(lanes) / rows` keys; arguments as for `score_tile`."""
     count = rows.literal_value
-    signature = types.void(rows, one_by_one, element, *[types.int64] * 9)
+    signature = types.void(rows, one_by_one, element, *[types.int64] * 10)
 
     def codegen(context, builder, signature, args):
-        *_, P, p_row, V, v_row, left, zeros, steps, O, o_row = args
+        *_, P, p_row, V, v_row, ahead, left, zeros, steps, O, o_row = args
         vectors = _Vectors(context, builder, signature.args[2].dtype)
         keys = _sums(vectors.lanes) // count
         beside = 1 if one_by_one.literal_value else keys
@@ -231,6 +242,8 @@ def value_tile(typingctx, rows, one_by_one, element, P, p_row, V, v_row, left, z
                 o_at = builder.mul(loop.index, index(_VECTOR_BYTES))
                 v_at = builder.mul(loop.index, index(vectors.lanes * vectors.stored_size))
                 v = [vectors.load_stored(builder.add(V_rows[key], v_at)) for key in some]
+                if beside == 1:
+                    _emit_prefetch(builder, builder.add(builder.add(V_rows[first], v_at), ahead))
                 for of_row, row in zip(p, O_rows, strict=True):
                     address = builder.add(row, o_at)
                     total = vectors.load(address)
@@ -247,10 +260,7 @@ def prefetch(typingctx, address):
     """Ask for the cache line at a byte address; any address may be asked for."""
 
     def codegen(context, builder, signature, args):
-        pointer, flag = builder.inttoptr(args[0], ir.IntType(8).as_pointer()), ir.IntType(32)
-        function_type = ir.FunctionType(ir.VoidType(), [pointer.type, flag, flag, flag])
-        function = cgutils.get_or_insert_function(builder.module, function_type, "llvm.prefetch.p0")
-        builder.call(function, [pointer, flag(0), flag(3), flag(1)])  # to read, into every cache, data
+        _emit_prefetch(builder, args[0])
         return context.get_dummy_value()
 
     return types.void(types.int64), codegen
@@ -326,17 +336,19 @@ def _scores(Q, ldq, S, ld, R, K, k_row, n_j, d, copies, zeros, element, item):
     lanes = _VECTOR_BYTES // S.itemsize
     sums = max(_LEAST_SUMS, lanes)
     steps = ldq // lanes
+    rows_ahead = max(1, _AHEAD // (d * item))
     q_row, s_row, half = ldq * S.itemsize, ld * S.itemsize, sums // 2
     for c in range(0, n_j, sums):
         left = min(n_j - c, sums)
         at, row, following = K + c * k_row, k_row, K + (c + sums) * k_row
+        ahead = rows_ahead * k_row
         if steps * lanes != d:
-            row = ldq * item
+            ahead = row = ldq * item
             _whole_rows(few, row, at, k_row, left, d, element)
             at = few
         target = address_of(S, c)
         if R == 1:
-            score_tile(1, 1, element, address_of(Q, 0), 0, at, row, left, nothing, steps, target, 0)
+            score_tile(1, 1, element, address_of(Q, 0), 0, at, row, ahead, left, nothing, steps, target, 0)
         else:
             for r in range(0, R, 2):
                 if R > _IN_ORDER:
@@ -346,9 +358,9 @@ def _scores(Q, ldq, S, ld, R, K, k_row, n_j, d, copies, zeros, element, item):
                 for key in range(0, sums, half):
                     k, s_at = at + key * row, s + key * S.itemsize
                     if r == 0 and R <= _IN_ORDER:
-                        score_tile(2, 1, element, q, q_row, k, row, left - key, nothing, steps, s_at, s_row)
+                        score_tile(2, 1, element, q, q_row, k, row, ahead, left - key, nothing, steps, s_at, s_row)
                     else:
-                        score_tile(2, 0, element, q, q_row, k, row, left - key, nothing, steps, s_at, s_row)
+                        score_tile(2, 0, element, q, q_row, k, row, ahead, left - key, nothing, steps, s_at, s_row)
 
 
 @_helper
@@ -358,17 +370,19 @@ def _add_values(P, ld, O, ldo, R, V, v_row, n_j, dv, copies, zeros, element, ite
     lanes = _VECTOR_BYTES // P.itemsize
     sums = max(_LEAST_SUMS, lanes)
     steps = ldo // lanes
+    rows_ahead = max(1, _AHEAD // (dv * item))
     p_row, o_row, half = ld * P.itemsize, ldo * P.itemsize, sums // 2
     for c in range(0, n_j, sums):
         left = min(n_j - c, sums)
         at, row, following = V + c * v_row, v_row, V + (c + sums) * v_row
+        ahead = rows_ahead * v_row
         if steps * lanes != dv:
-            row = ldo * item
+            ahead = row = ldo * item
             _whole_rows(few, row, at, v_row, left, dv, element)
             at = few
         source = address_of(P, c)
         if R == 1:
-            value_tile(1, 1, element, source, 0, at, row, left, nothing, steps, address_of(O, 0), 0)
+            value_tile(1, 1, element, source, 0, at, row, ahead, left, nothing, steps, address_of(O, 0), 0)
         else:
             for r in range(0, R, 2):
                 if R > _IN_ORDER:
@@ -378,9 +392,9 @@ def _add_values(P, ld, O, ldo, R, V, v_row, n_j, dv, copies, zeros, element, ite
                 for key in range(0, sums, half):
                     p_at, v = p + key * P.itemsize, at + key * row
                     if r == 0 and R <= _IN_ORDER:
-                        value_tile(2, 1, element, p_at, p_row, v, row, left - key, nothing, steps, o, o_row)
+                        value_tile(2, 1, element, p_at, p_row, v, row, ahead, left - key, nothing, steps, o, o_row)
                     else:
-                        value_tile(2, 0, element, p_at, p_row, v, row, left - key, nothing, steps, o, o_row)
+                        value_tile(2, 0, element, p_at, p_row, v, row, ahead, left - key, nothing, steps, o, o_row)
 
 
 # ------------------------------------------------------------------------------------------------------------
