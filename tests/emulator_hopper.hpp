@@ -934,6 +934,13 @@ inline unsigned long long factor(const void* first, int slab_bytes = 16)
     return 1ull << 62 | (uint64_t)(emulated::ATOM >> 4) << 32 | (uint64_t)(slab_bytes >> 4) << 16 | (address_of_shared(first) >> 4 & 0x3FFF);
 }
 inline unsigned long long moved(unsigned long long factor, int bytes) { return factor + (bytes >> 4); }
+struct LowerHalf {
+    unsigned bits;
+    LowerHalf operator+(int steps) const { return {bits + steps}; }
+    operator unsigned long long() const { return (uint64_t)(1 << 30 | emulated::ATOM >> 4) << 32 | bits; }
+};
+inline LowerHalf lower_half(const void* first, int slab_bytes = 16) { return {(unsigned)factor(first, slab_bytes)}; }
+inline LowerHalf moved(LowerHalf factor, int bytes) { return {factor.bits + (bytes >> 4)}; }
 
 inline void fence_products() { emulated::fence_of_products(); }
 inline void commit_products() { emulated::commit_of_products(); }

@@ -530,7 +530,7 @@ def test_backward_products_of_warpgroups_overlap(dtype, d, options, tmp_path):
     file.write_bytes(cubin)
     code = subprocess.run([tool, "-c", file], capture_output=True, text=True, check=True, timeout=120).stdout
     code = code[code.index(".text.fa2_backward_keys") :]
-    code = re.findall(r"(HGMMA|WARPGROUP\.DEPBAR|WARPGROUP\.ARRIVE|BRA|MUFU\.EX2|FADD|LDL|STL|REDG|UBLKRED)\b", code)
+    code = re.findall(r"(HGMMA|WARPGROUP\.DEPBAR|WARPGROUP\.ARRIVE|BRA|MUFU\.EX2|FADD|FMUL|LDL|STL|REDG|UBLKRED)\b", code)
     found = Counter(code)
     br, bc, band = 128 if d == 64 else 64, 128, options != "plain"
     # S and dP are sums over d, dQ over keys, dK and dV over rows; dP has 64 rows at a time, and so has dQ where one
@@ -540,9 +540,11 @@ def test_backward_products_of_warpgroups_overlap(dtype, d, options, tmp_path):
     # A thread has twice 32 numbers of dQ and adds four at a time, or one thread all of them in bulk
     assert not found.keys() & {"LDL", "STL"}
     assert (found["REDG"], found["UBLKRED"]) == ((2 * 32 // 4, 0) if d == 64 else (0, 1))
-    # What follows the wait for dP, up to a branch or the next products: dP - delta
+    # What follows the wait for dP, up to a branch or the next products: dP - delta, or P dP, which began with -delta
     behind = [re.split("BRA|WARPGROUP.ARRIVE", part)[0] for part in " ".join(code).split("WARPGROUP.DEPBAR")[1:]]
-    computing = [part.partition("FADD")[2] for part in behind if part.count("FADD") == 32]
+    first = "FMUL" if d == 64 else "FADD"
+    computing = [part.partition(first)[2] for part in behind if part.count(first) == 32]
+    assert d == 128 or found["FADD"] < 32  # delta is nowhere else taken off
     assert len(computing) == (2 if band else 1) * br // 64  # something hidden or not, of each 64 rows
     # Without a branch before them, exponentials of the second 64 rows are taken as the products before them run:
     # a branch makes them as many as elsewhere, and the kernel slower (bench/notes/sm90.md, run I)

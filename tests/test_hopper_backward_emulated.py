@@ -428,7 +428,12 @@ BROKEN = {
     "dQ is read early": ("one tile", "await_products<1>();  // dV, dQ", "await_products<2>();"),
     "dQ is read early, d = 64": (
         "one tile, d = 64", "await_products<0>();\n            if (patch", "if (patch"),
-    "delta is left out": ("one tile", "[at] = delta[n];", "[at] = 0.0f;"),
+    "delta is left out": ("one tile", "DELTA_FIRST ? -delta[n] : delta[n];", "0.0f;"),
+    "delta is left out, d = 64": ("one tile, d = 64", "DELTA_FIRST ? -delta[n] : delta[n];", "0.0f;"),
+    "delta is another row's": ("one tile, d = 64", "set_dP(r + 1);", "set_dP(r);"),
+    "delta is not waited for": (
+        "many steps, d = 64", "await(barriers + O_THERE + at.stage, at.parity);\n                set_dP", "set_dP"),
+    "dP begins with what it was": ("one tile, d = 64", "set_dP(0);", ""),
     "lse is in other units": ("one tile", "lse[n] * LOG2E;", "lse[n];"),
     "heads of a group share a block of sums": (
         "groups", "block = first_block(call, work.b, h,", "block = first_block(call, work.b, 0,"),

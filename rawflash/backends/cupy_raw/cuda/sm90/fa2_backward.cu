@@ -29,9 +29,11 @@ static_assert(KEYS == 64 && BR % SLAB == 0, "what products can do");
 
 // Steps of SUM columns of dP = V dO^T whose factor V is in registers, not in shared memory, which is what bounds this kernel: as many as there is
 // room for. So no product reads that slab of V any more: what hides keys of a lane is there, as few blocks of rows need it.
-constexpr int V_HELD = APART ? 2 : BR == 128 ? TO_V / SUM : 4;
+constexpr int V_HELD = APART ? BAND ? 4 : 3 : BR == 128 ? TO_V / SUM : 4;
 constexpr bool LIMITS_ON_CHIP = BAND && BR == 64;
 constexpr bool ROWS_FIRST = BR == 64 && !BAND;  // lse and delta are read before the first of them is needed: faster there, slower elsewhere
+// Where warpgroups do not wait for each other, dP begins with -delta instead of 0, so that its rows are read before products begin, not behind them.
+constexpr bool DELTA_FIRST = APART;
 constexpr bool SKIPS = BAND && BR == 64;  // products between rows and keys none of which they see
 static_assert(V_HELD <= TO_V / SUM && (!LIMITS_ON_CHIP || V_HELD >= SLAB / SUM), "a slab");
 
@@ -301,7 +303,7 @@ __device__ __forceinline__ void copy_all(const MappedCall& argument, const Work&
             for (int n = 0; n < LOADS; n++) {
                 const int at = to.stage * BR + from + n * COPYING + thread;
                 ((float*)(on_chip + AT_LSE))[at] = lse[n] == -INFINITE ? INFINITE : lse[n] * LOG2E;
-                ((float*)(on_chip + AT_DELTA))[at] = delta[n];
+                ((float*)(on_chip + AT_DELTA))[at] = DELTA_FIRST ? -delta[n] : delta[n];
             }
         }
         arrive(o_there);
@@ -393,7 +395,7 @@ __device__ __forceinline__ void add_apart(const Call& call, const Work& work, co
 {
     constexpr int BLOCK = BR * TO_D / LANE_NUMBERS;
     const int lane = threadIdx.x % WARP_LANES, warp = threadIdx.x / WARP_LANES % WARPS;
-    const unsigned long long K_across = factor(on_chip + AT_K, BC * SLAB_ROW), dS_across = factor(on_chip + AT_DS, BC * SLAB_ROW);
+    const LowerHalf keys_across = lower_half(on_chip, BC * SLAB_ROW), K_across = moved(keys_across, AT_K), dS_across = moved(keys_across, AT_DS);
     const int h = work.h * ((int)call.Hq / (int)call.Hkv), blocks = (work.i_high - work.i_low + BR - 1) / BR;  // of rows, of each head
     float4* to = (float4*)sums_of_block(call, first_block(call, work.b, h, work.q_start) + work.i_low / BR) + warp * (DQ_COLUMNS / 8) * WARP_LANES + lane;
     int left = blocks;
@@ -471,13 +473,13 @@ __device__ __forceinline__ void compute_all(const Call& call, const Work& work, 
         const bool rows_follow = work.q_start + q_length < call.rows_q, keys_follow = work.k_start + work.kv_length < call.rows_k;
         float4* const passed = (float4*)(on_chip + AT_DQ) + mine * (PATCH / LANE_NUMBERS) + warp * (DQ_COLUMNS / 8) * WARP_LANES + lane;
 
-        const unsigned long long K = factor(on_chip + AT_K + first_key * SLAB_ROW), V = factor(on_chip + AT_V + first_key * SLAB_ROW);
-        const unsigned long long K_across =
-            factor(on_chip + AT_K + (BY_COLUMNS ? mine * BC * SLAB_ROW : BY_KEYS ? first_key * SLAB_ROW : 0), BC * SLAB_ROW);
-        const unsigned long long Q = factor(on_chip + AT_Q), Q_across = factor(on_chip + AT_Q, BR * SLAB_ROW);
-        const unsigned long long dO = factor(on_chip + AT_DO), dO_across = factor(on_chip + AT_DO, BR * SLAB_ROW);
-        const unsigned long long dS_rows = factor(on_chip + AT_DS + (BY_KEYS ? mine * BR * SLAB_ROW : 0));
-        const unsigned long long dS_across = factor(on_chip + AT_DS + (BY_ROWS ? mine * BC * SLAB_ROW : 0), BC * SLAB_ROW);
+        // Of all matrices on chip; where they are read across, rows of a slab decide where the next slab is
+        const LowerHalf chip = lower_half(on_chip), keys_across = lower_half(on_chip, BC * SLAB_ROW), rows_across = lower_half(on_chip, BR * SLAB_ROW);
+        const LowerHalf K = moved(chip, AT_K + first_key * SLAB_ROW), V = moved(chip, AT_V + first_key * SLAB_ROW);
+        const LowerHalf K_across = moved(keys_across, AT_K + (BY_COLUMNS ? mine * BC * SLAB_ROW : BY_KEYS ? first_key * SLAB_ROW : 0));
+        const LowerHalf Q = moved(chip, AT_Q), Q_across = moved(rows_across, AT_Q), dO = moved(chip, AT_DO), dO_across = moved(rows_across, AT_DO);
+        const LowerHalf dS_rows = moved(chip, AT_DS + (BY_KEYS ? mine * BR * SLAB_ROW : 0));
+        const LowerHalf dS_across = moved(keys_across, AT_DS + (BY_ROWS ? mine * BC * SLAB_ROW : 0));
 
         Ring<STAGES> at;
         int h = work.h * ((int)call.Hq / (int)call.Hkv), i0 = first_rows(work);
@@ -555,9 +557,24 @@ __device__ __forceinline__ void compute_all(const Call& call, const Work& work, 
                 continue;
             }
 
+            float dP[PART / 2];
+            const auto set_dP = [&](int r) __attribute__((always_inline)) {
+                const float2* const minus_delta = (const float2*)(on_chip + AT_DELTA) + at.stage * (BR / 2) + r * (PART / 2) + lane % 4;
+#pragma unroll
+                for (int n = 0; n < PART / 8; n++) {
+                    const float2 x = minus_delta[4 * n];
+                    dP[4 * n] = dP[4 * n + 2] = x.x, dP[4 * n + 1] = dP[4 * n + 3] = x.y;
+                }
+                pin(dP);  // here, and not while products are under way: the assembler would wait for them
+            };
+
             // S^T = K Q^T
             float S[BR / 2];
             await(barriers + Q_THERE + at.stage, at.parity);
+            if constexpr (DELTA_FIRST) {
+                await(barriers + O_THERE + at.stage, at.parity);
+                set_dP(0);
+            }
             if (rows_end) {
                 clear_rows<BR, TO_D, COMPUTING * WARPGROUP>(on_chip + AT_Q + at.stage * BR * TO_D * 2, q_length - i0, threadIdx.x - WARPGROUP);
                 fence_shared();
@@ -569,21 +586,21 @@ __device__ __forceinline__ void compute_all(const Call& call, const Work& work, 
                 multiply_ss<BR>(S, moved(K, column_step<BC>(n)), moved(Q, column_step<BR>(n)) + of_q, n > 0);
             commit_products();
 
-            // dP^T = V dO^T, 64 rows at a time
-            float dP[PART / 2];
+            // dP^T = V dO^T, or V dO^T - delta, 64 rows at a time
             const auto begin_dP = [&](int r) {
                 fence_products();
 #pragma unroll
                 for (int n = 0; n < TO_V / SUM; n++) {
-                    const unsigned long long rows = moved(dO, r * PART * SLAB_ROW + column_step<BR>(n)) + of_o;
+                    const LowerHalf rows = moved(dO, r * PART * SLAB_ROW + column_step<BR>(n)) + of_o;
                     if (n < V_HELD)
-                        multiply_rs<PART>(dP, V_mine[n < V_HELD ? n : 0], rows, n > 0);
+                        multiply_rs<PART>(dP, V_mine[n < V_HELD ? n : 0], rows, DELTA_FIRST || n > 0);
                     else
-                        multiply_ss<PART>(dP, moved(V, column_step<BC>(n)), rows, n > 0);
+                        multiply_ss<PART>(dP, moved(V, column_step<BC>(n)), rows, DELTA_FIRST || n > 0);
                 }
                 commit_products();
             };
-            await(barriers + O_THERE + at.stage, at.parity);
+            if constexpr (!DELTA_FIRST)
+                await(barriers + O_THERE + at.stage, at.parity);
             if (rows_end) {
                 clear_rows<BR, TO_V, COMPUTING * WARPGROUP>(on_chip + AT_DO + at.stage * BR * TO_V * 2, q_length - i0, threadIdx.x - WARPGROUP);
                 fence_shared();
@@ -651,7 +668,7 @@ __device__ __forceinline__ void compute_all(const Call& call, const Work& work, 
                         read_rows(first_delta, delta);
 #pragma unroll
                     for (int n = 0; n < PART / 2; n++)
-                        x[n] *= dP[n] - of_row(first_delta, delta, n);
+                        x[n] *= DELTA_FIRST ? dP[n] : dP[n] - of_row(first_delta, delta, n);
                     if (hidden)
                         hide(x, limit);
 #pragma unroll
@@ -671,6 +688,9 @@ __device__ __forceinline__ void compute_all(const Call& call, const Work& work, 
                 } else {
                     differentiate(true, scale);
                 }
+
+                if (DELTA_FIRST && r + 1 < PARTS)
+                    set_dP(r + 1);
 
                 // dV += P^T dO; APART: and dK += dS^T Q
                 fence_products();
