@@ -240,8 +240,8 @@ def _turns(setup: Setup, case: Case, ready: dict[str, tuple[Runner, list[timing.
             if runner.queue == "cpu":
                 turns[name] = first
                 rounds[name] = timing.rounds_of(
-                    (taken + timing.PAUSE) / 2, timing.CPU_BUDGET, timing.CPU_FEWEST, timing.CPU_MOST
-                )  # halved: there is no untimed turn before
+                    taken + timing.PAUSE / 2, timing.CPU_BUDGET, timing.CPU_FEWEST, timing.CPU_MOST
+                )  # half of the pause: there is one before two turns
                 continue
             batch = timing.WALL_BATCH if runner.queue == "wall" else timing.BATCH
             count = timing.calls_of(taken, len(calls), result_bytes, batch)
@@ -664,9 +664,10 @@ def _cpu_ceilings(n: int = 2048, size: int = 1 << 28) -> dict[str, Any]:
     from rawflash.backends.numba_cpu import microkernel
 
     def rate(amount: float, call: timing.Call) -> float:
-        turn = timing.Called(call)
-        call()
-        return round(amount / statistics.median(turn.seconds() for _ in range(7)) / 1e9, 1)
+        times = timing.alternate({"": timing.Called(call)}, {"": 7})[""]
+        if isinstance(times, Exception):
+            raise times
+        return round(amount / statistics.median(times) / 1e9, 1)
 
     threads = numba.get_num_threads()
     source, target = np.ones(size, np.uint8), np.zeros(size, np.uint8)

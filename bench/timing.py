@@ -29,7 +29,7 @@ BUDGET = 0.6  # seconds of all turns of a call in turns with others, about
 FEWEST, MOST = 2, 15  # rounds
 PERIOD = 0.5  # seconds of nothing else
 WALL_BATCH = 0.03  # seconds of a turn by the wall clock: its end, where host and device meet, does not count
-PAUSE = 0.01  # before a turn on a CPU: OpenMP's threads spin some milliseconds after a call of PyTorch's
+PAUSE = 0.01  # before an untimed turn on a CPU: OpenMP's threads spin some milliseconds after a call of PyTorch's
 CPU_BUDGET, CPU_FEWEST, CPU_MOST = 0.75, 5, 25
 PERCENTILES = (20, 50, 80)
 MOST_SETS = 8
@@ -270,10 +270,11 @@ class Called:
         self._call, self._pause = call, pause
 
     def warm(self) -> None:
-        """Nothing: a round is warm from the one before."""
+        """The call, untimed: without it a call of some milliseconds begins with waking its threads."""
+        time.sleep(self._pause)
+        self._call()
 
     def seconds(self) -> float:
-        time.sleep(self._pause)
         start = time.perf_counter()
         self._call()
         return time.perf_counter() - start

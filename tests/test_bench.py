@@ -108,6 +108,13 @@ def test_every_timed_turn_comes_after_an_untimed_one_of_its_own():
     assert sorted(log[1:4:2]) == ["time a", "time b"] and log[5:] == ["time a"]
 
 
+def test_a_turn_on_a_cpu_is_warm(monkeypatch):
+    log = []
+    monkeypatch.setattr(timing.time, "sleep", lambda seconds: log.append(seconds))
+    times = timing.alternate({"": timing.Called(lambda: log.append("call"), pause=0.5)}, {"": 2})[""]
+    assert log == [0.5, "call", "call"] * 2 and len(times) == 2
+
+
 def test_who_comes_before_a_turn_is_drawn():
     log = []
     timing.alternate({name: Fake(name, log, [1.0] * 40) for name in "abc"}, dict.fromkeys("abc", 40))
