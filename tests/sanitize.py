@@ -278,7 +278,8 @@ def usable():
 
 
 def in_order():
-    """The calls as they begin: those of warpgroups first, whose kernels change most, then numba_cuda's, which take longest."""
+    """The calls as they begin: those of warpgroups first, whose kernels change most; then those of numba_cuda, which
+    take longest."""
     first = ("warpgroups", "numba_cuda")
     return sorted(cases().items(), key=lambda call: [not call[0].startswith(name) for name in first])
 

@@ -431,7 +431,7 @@ BROKEN = {
     "delta is left out": ("one tile", "DELTA_FIRST ? -delta[n] : delta[n];", "0.0f;"),
     "delta is left out, d = 64": ("one tile, d = 64", "DELTA_FIRST ? -delta[n] : delta[n];", "0.0f;"),
     "delta is another row's": ("one tile, d = 64", "set_dP(r + 1);", "set_dP(r);"),
-    "delta is not waited for": (
+    "nobody waits for dO and delta": (
         "many steps, d = 64", "await(barriers + O_THERE + at.stage, at.parity);\n                set_dP", "set_dP"),
     "dP begins with what it was": ("one tile, d = 64", "set_dP(0);", ""),
     "lse is in other units": ("one tile", "lse[n] * LOG2E;", "lse[n];"),

@@ -46,7 +46,7 @@ ELEMENTS = {"float32": np.float32, "float64": np.float64, "float16": np.int16, "
 _VECTOR_BYTES = SHAPE.vector_bytes
 _LINE = 64  # bytes of a cache line
 _IN_ORDER = 8  # rows up to which memory is what counts, not arithmetic
-_AHEAD = 8192  # bytes between what is read of K or V and what is asked for meanwhile, where memory counts
+_AHEAD = 8192  # bytes of rows of K or V between the one that is read and the one that is asked for meanwhile
 _LEAST_SUMS = 8  # vectors that are summed at once: what hides the latency of FMA
 
 _helper = njit(nogil=True, error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True)
@@ -343,7 +343,7 @@ def _scores(Q, ldq, S, ld, R, K, k_row, n_j, d, copies, zeros, element, item):
         at, row, following = K + c * k_row, k_row, K + (c + sums) * k_row
         ahead = rows_ahead * k_row
         if steps * lanes != d:
-            ahead = row = ldq * item
+            ahead = row = ldq * item  # what is copied is in the cache
             _whole_rows(few, row, at, k_row, left, d, element)
             at = few
         target = address_of(S, c)
