@@ -117,6 +117,13 @@ class _Vectors:
         special = builder.select(special, constant(0x7F800000), constant(0))
         return builder.bitcast(builder.or_(builder.or_(builder.bitcast(finite, word), special), sign), self.type)
 
+    def ask_for(self, row, at):
+        """Prefetch what lies `at` bytes from a row's start on: at every vector of it, asks for each line once."""
+        builder = self.builder
+        first = builder.icmp_unsigned("<", builder.and_(at, at.type(_LINE - 1)), at.type(self.lanes * self.stored_size))
+        with builder.if_then(first):
+            _emit_prefetch(builder, builder.add(row, at))
+
     def sums_of_lanes(self, vectors):
         """One vector whose lane n is the sum of the lanes of vectors[n]; there are as many vectors as lanes.
 
@@ -196,15 +203,15 @@ def score_tile(typingctx, rows, one_by_one, element, Q, q_row, K, k_row, ahead, 
             q = [vectors.load(builder.add(row, q_at)) for row in Q_rows]
             k = [vectors.load_stored(builder.add(row, k_at)) for row in K_rows[first : first + beside]]
             if beside == 1:
-                _emit_prefetch(builder, builder.add(builder.add(K_rows[first], k_at), ahead))
+                vectors.ask_for(builder.add(K_rows[first], ahead), k_at)
             done |= {(r, key): vectors.fma(q[r], k[key - first], total) for (r, key), total in totals.items()}
-            following = builder.add(t, index(1))
+            following, last = builder.add(t, index(1)), builder.block
             builder.cbranch(builder.icmp_signed("<", following, steps), step, end)
             t.add_incoming(index(0), entry)
-            t.add_incoming(following, step)
+            t.add_incoming(following, last)
             for pair, total in totals.items():
                 total.add_incoming(vectors.type(None), entry)
-                total.add_incoming(done[pair], step)
+                total.add_incoming(done[pair], last)
             builder.position_at_end(end)
         updated = [done[pair] for pair in sorted(done)]
         S_rows = _offsets(builder, S, s_row, count)
@@ -243,7 +250,7 @@ def value_tile(typingctx, rows, one_by_one, element, P, p_row, V, v_row, ahead, 
                 v_at = builder.mul(loop.index, index(vectors.lanes * vectors.stored_size))
                 v = [vectors.load_stored(builder.add(V_rows[key], v_at)) for key in some]
                 if beside == 1:
-                    _emit_prefetch(builder, builder.add(builder.add(V_rows[first], v_at), ahead))
+                    vectors.ask_for(builder.add(V_rows[first], ahead), v_at)
                 for of_row, row in zip(p, O_rows, strict=True):
                     address = builder.add(row, o_at)
                     total = vectors.load(address)
