@@ -50,6 +50,21 @@ def check(case, kind):
     return results
 
 
+@pytest.mark.parametrize("element", [np.float32, np.uint16])
+@pytest.mark.parametrize("tile", [module.score_tile, module.value_tile])
+def test_what_follows_is_asked_for_where_rows_are_read_in_order(tile, element):
+    """No result depends on it, only time: so the machine code is looked at."""
+
+    def found(one_by_one):
+        def call(x):
+            tile(2, one_by_one, element, x, x, x, x, x, x, x, x, x, x)
+
+        compiled = numba.njit("void(int64)")(call)
+        return sum("prefetch" in line for text in compiled.inspect_asm().values() for line in text.splitlines())
+
+    assert found(1) and not found(0)
+
+
 # Tk = 2500 are three parts, the last one with a ragged block; 1100 are two.
 PLAIN = {
     "one row": dict(),
