@@ -67,6 +67,12 @@ def bfloat16() -> np.dtype:
     return np.dtype(ml_dtypes.bfloat16)
 
 
+@lru_cache(maxsize=256)
+def name_of(dtype: np.dtype) -> str:
+    """``dtype.name``, which NumPy puts together anew each time."""
+    return dtype.name
+
+
 def as_numpy(name: str, array: Any) -> np.ndarray:
     """A NumPy view of a CPU array of any kind; no copy.
 

@@ -123,7 +123,7 @@ class Problem:
     stand for arrays: ``mask`` is the structure of the mask object, ``bias`` the four axis
     lengths of the bias (1 where it broadcasts). ``page`` is how many keys a block of a paged
     cache holds; 0: K and V are not paged. ``boxes``: tensor maps (:mod:`rawflash.backends.cupy_raw.tensor_map`) can
-    describe q, k, v, and whatever else of such matrices was given.
+    describe q, k, v, and whatever else of such matrices was given; of arrays that are not on a GPU it is not asked.
     """
 
     B: int = 1
@@ -329,9 +329,15 @@ def _per_batch(name: str, value: Any, batch: int) -> np.ndarray:
     """An int array (B,) from a host array or a list."""
     array = _host_array(name, value, f"integers of shape (B,) = ({batch},)")
     _check_integers(name, array, (batch,))
-    if any(abs(int(extreme)) > FARTHEST for extreme in (array.min(initial=0), array.max(initial=0))):
+    if _beyond(array, -FARTHEST, FARTHEST):
         raise ProblemError(f"{name} is {array.tolist()}; expected entries between -2**61 and 2**61")
     return np.ascontiguousarray(array, dtype=np.int64)
+
+
+def _beyond(integers: np.ndarray, low: int, high: int) -> bool:
+    """Is an entry not between the two?"""
+    entries = integers.tolist()  # a few: NumPy takes longer, most of all where other data has driven it from the caches
+    return bool(entries) and (min(entries) < low or max(entries) > high)
 
 
 def _check_integers(name: str, array: np.ndarray, shape: tuple[int, ...]) -> None:
@@ -346,7 +352,7 @@ def _lengths(source: arrays.Source, name: str, value: Any, batch: int, longest: 
     if value is None or _on_device(source, name, value, (batch,)):
         return np.full(batch, longest, np.int64)
     lengths = _per_batch(name, value, batch)
-    if ((lengths < 0) | (lengths > longest)).any():
+    if _beyond(lengths, 0, longest):
         raise ProblemError(f"{name} is {lengths.tolist()}; expected every entry between 0 and {longest}")
     return lengths
 
@@ -486,7 +492,7 @@ def _numpy_float(name: str, value: Any) -> np.ndarray:
 
 
 def _float(name: str, array: Any) -> Any:
-    if array.dtype.name not in DTYPES:
+    if arrays.name_of(array.dtype) not in DTYPES:
         raise ProblemError(f"{name} has dtype {array.dtype}; expected one of {', '.join(DTYPES)}")
     return array
 
@@ -559,7 +565,7 @@ def _tangents(x: Operands, dtype: str, given: Sequence[Any]) -> dict[str, np.nda
             raise ProblemError(f"{called} is a GPU array and q a CPU array; expected all arrays on one device")
         array = arrays.as_numpy(called, value)
         _expect(called, array.shape, x.user_shapes[name], f"to match {name}")
-        if array.dtype.name != dtype:
+        if arrays.name_of(array.dtype) != dtype:
             raise ProblemError(f"{called} has dtype {array.dtype}; expected {dtype} to match {name}")
         plain = array if arrays.is_canonical(array) else np.ascontiguousarray(array)
         taken[name] = arrays.heads_first(plain, x.layout)
@@ -682,11 +688,11 @@ def _check(
     if gpu != (backend in ("cupy_raw", "numba_cuda")):
         raise _wrong_device(backend, "q", "GPU" if gpu else "CPU")
     q_user, k_user, v_user = (_numpy_float(n, a) for n, a in (("q", q), (k_name, k), (v_name, v)))
-    dtype = q_user.dtype.name
+    dtype = arrays.name_of(q_user.dtype)
     _check_held("softcap", softcap, dtype)
     _check_held("scale", scale, dtype)
     for name, array in ((k_name, k_user), (v_name, v_user)):
-        if array.dtype.name != dtype:
+        if arrays.name_of(array.dtype) != dtype:
             raise ProblemError(f"{name} has dtype {array.dtype}; expected {dtype} to match q")
 
     dims = q_user.ndim
@@ -805,8 +811,9 @@ def _check(
     if backward:
         _gradients(operands, form, dout=dout, o=o, lse=lse, dlse=dlse, dtype=dtype)
     operands.copied, operands.keep = list(source.copied), source.keep
-    problem = replace(problem, boxes=_have_boxes(operands))
-    if not gpu and operands.out is not None:
+    if gpu:
+        problem = replace(problem, boxes=_have_boxes(operands))
+    elif operands.out is not None:
         operands.out_overlaps = arrays.overlaps_input(operands)
         if operands.out_overlaps or masks.arrays_of(mask) is None:  # a mask from elsewhere may raise half-way
             operands.target = None
@@ -984,7 +991,7 @@ def _mask(value: Any, shape: tuple[int, int, int, int]) -> masks.Mask | None:
 
 
 def _check_side_dtype(name: str, array: np.ndarray, dtype: str) -> None:
-    if array.dtype.name not in (dtype, "float32"):
+    if arrays.name_of(array.dtype) not in (dtype, "float32"):
         wanted = dtype if dtype == "float32" else f"{dtype} or float32"
         raise ProblemError(f"{name} has dtype {array.dtype}; expected {wanted} to go with q")
 
@@ -1010,7 +1017,7 @@ def _alibi(source: arrays.Source, value: Any, batch: int, heads: int) -> np.ndar
     if value is None:
         return None
     array = _host_array("alibi_slopes", value, f"floats of shape ({heads},) or ({batch}, {heads})")
-    if array.dtype.kind != "f" and array.dtype.name != "bfloat16":
+    if array.dtype.kind != "f" and arrays.name_of(array.dtype) != "bfloat16":
         raise ProblemError(f"alibi_slopes has dtype {array.dtype}; expected floats")
     if array.shape not in ((heads,), (batch, heads)):
         raise ProblemError(f"alibi_slopes has shape {array.shape}; expected ({heads},) or ({batch}, {heads})")
@@ -1062,7 +1069,7 @@ def _check_out(
         raise ProblemError(f"out is a {type(given).__name__}; expected the kind of array that q is")
     if array.shape != shape:
         raise ProblemError(f"out has shape {array.shape}; expected {shape}")
-    if array.dtype.name != dtype:
+    if arrays.name_of(array.dtype) != dtype:
         raise ProblemError(f"out has dtype {array.dtype}; expected {dtype} to match q")
     if not array.flags.writeable:
         raise ProblemError("out is read-only; expected a writable array")
@@ -1078,7 +1085,7 @@ def _gradients(
     shape = operands.user_shapes["out"]
     for name, value in (("dout", dout), ("o", o)):
         array = _numpy_float(name, value)
-        if array.dtype.name != dtype:
+        if arrays.name_of(array.dtype) != dtype:
             raise ProblemError(f"{name} has dtype {array.dtype}; expected {dtype} to match q")
         _expect(name, array.shape, shape, "as out")
         setattr(operands, name, form.take(name, array))
@@ -1087,7 +1094,7 @@ def _gradients(
         if value is None and name == "dlse":
             continue
         array = _numpy_float(name, value)
-        if array.dtype.name != statistic:
+        if arrays.name_of(array.dtype) != statistic:
             raise ProblemError(f"{name} has dtype {array.dtype}; expected {statistic} for {dtype} arrays")
         _expect(name, array.shape, operands.user_shapes["lse"], "as lse")
         if not (arrays.is_plain(array) and arrays.can_merge(array, array.ndim - 2)):
@@ -1182,7 +1189,7 @@ def _check_append(source: arrays.Source, *, layout: Any, kv_lengths: Any, block_
     given: dict[str, Any] = {}
     for name, value in matrices.items():
         array = given[name] = _numpy_float(name, value)
-        if array.dtype.name != given["k_cache"].dtype.name:
+        if arrays.name_of(array.dtype) != arrays.name_of(given["k_cache"].dtype):
             raise ProblemError(f"{name} has dtype {array.dtype}; expected {given['k_cache'].dtype} to match k_cache")
     names = "BHTd" if layout == "bhtd" else "BTHd"
 
@@ -1216,7 +1223,7 @@ def _check_append(source: arrays.Source, *, layout: Any, kv_lengths: Any, block_
         x.kv_lengths = source.views["kv_lengths"]
         return x
     x.kv_lengths = lengths = _per_batch("kv_lengths", kv_lengths, sequences)
-    if ((lengths < 0) | (lengths > capacity - rows)).any():
+    if _beyond(lengths, 0, capacity - rows):
         raise ProblemError(
             f"kv_lengths is {lengths.tolist()}; expected entries n with 0 <= n and n + {rows} <= {capacity}: "
             f"{rows} keys are appended and a sequence has room for {capacity}"

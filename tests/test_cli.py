@@ -682,6 +682,16 @@ def test_explain_a_huge_shape_takes_no_memory(capsys):
     assert "TiB" in capsys.readouterr().out
 
 
+def test_explain_names_the_kernel_of_an_architecture(capsys):
+    """Its stand-ins for arrays, of one row's memory, do not keep the warpgroups' kernel of sm_90 away."""
+    for d, direction in ((128, "forward"), (64, "backward")):
+        shape = ["explain", "--shape", f"2,16,16,4096,4096,{d}", "--direction", direction, "--dtype", "bfloat16"]
+        assert main([*shape, "--arch", "sm_90"]) == 0
+        of_hopper = capsys.readouterr().out
+        assert main([*shape, "--arch", "sm_80"]) == 0
+        assert "warpgroup" in of_hopper and "warpgroup" not in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     "flags",
     [

@@ -203,8 +203,8 @@ def on_device(call, kind, either=False):
 
 
 def host_result(call):
-    made = check(**call, backend="numba_cpu")
-    return dataclasses.replace(made[0], backend="cupy_raw"), made[1]
+    made, x = check(**call, backend="numba_cpu")
+    return dataclasses.replace(made, backend="cupy_raw", boxes=problem._have_boxes(x)), x
 
 
 MATRICES = ("q", "k", "v", "dout", "o", "lse", "dlse", "bias", "sinks", "target")

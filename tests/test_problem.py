@@ -736,7 +736,6 @@ def test_every_default():
         backend=problem.backend,
         deterministic=False,
         sram=None,
-        boxes=False,  # none of float32
     )
     assert problem.backend in ("numba_cpu", "numpy_tiled"), "None picks by the arrays: these are CPU arrays"
     assert (x.out, x.return_lse, x.wrt, x.copied, x.packed, x.kind) == (

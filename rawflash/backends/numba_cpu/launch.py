@@ -19,6 +19,7 @@ import numba
 import numpy as np
 
 from rawflash import masks, philox
+from rawflash.arrays import name_of
 from rawflash.backends.numba_cpu import numerics
 from rawflash.problem import Operands, Problem
 from rawflash.tiling import Tiles
@@ -113,7 +114,7 @@ def view(array: np.ndarray | None) -> View:
     batch, head, row, _ = (stride // array.itemsize for stride in array.strides)
     slots = array.shape[0]
     return View(
-        array.ctypes.data, STORAGE[array.dtype.name], array.itemsize, batch if slots > 1 else 0, head, row
+        array.ctypes.data, STORAGE[name_of(array.dtype)], array.itemsize, batch if slots > 1 else 0, head, row
     )
 
 
@@ -121,7 +122,7 @@ def _scores(array: np.ndarray | None) -> Scores:
     if array is None:
         return Scores(0, ABSENT, 0, 0, 0, 0)
     strides = (s if n > 1 else 0 for s, n in zip(array.strides, array.shape, strict=True))
-    return Scores(array.ctypes.data, STORAGE[array.dtype.name], *strides)
+    return Scores(array.ctypes.data, STORAGE[name_of(array.dtype)], *strides)
 
 
 PROGRAM_COLUMNS = 8
