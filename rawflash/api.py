@@ -7,7 +7,6 @@ tiles, launch.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import lru_cache
 from typing import Any, Unpack
 
 import numpy as np
@@ -486,16 +485,12 @@ def merge_attention(outs: Sequence[Any], lses: Sequence[Any]) -> tuple[Any, Any]
 
 
 def _prepared(problem: Problem, x: Operands, direction: str) -> tuple[Callable[..., None], Tiles]:
-    """The kernel and its tiles: looked up and planned once for calls that share a memo, or a problem on a CPU."""
+    """The kernel and its tiles: looked up and planned once for calls that share a memo."""
     found = x.memo.get(direction)
     if found is None:
         kernel, chip = lookup(problem, direction, x.device)
-        planned = _tiles_on_cpu if x.device is None else plan_tiles
-        found = x.memo[direction] = kernel, planned(problem, chip, direction)
+        found = x.memo[direction] = kernel, plan_tiles(problem, chip, direction)
     return found
-
-
-_tiles_on_cpu = lru_cache(maxsize=256)(plan_tiles)
 
 
 def _forward(problem: Problem, x: Operands) -> Any:

@@ -606,9 +606,8 @@ def check(q: Any, k: Any, v: Any, **arguments: Any) -> tuple[Problem, Operands]:
     ProblemError
         Naming the argument, its value and the rule.
     """
-    if arrays.on_gpu(q):
-        return _check_on_gpu({"q": q, "k": k, "v": v, **arguments})
-    return _check(arrays.Source(q), q, k, v, **arguments)
+    given = {"q": q, "k": k, "v": v, **arguments}
+    return _check_on_gpu(given) if arrays.on_gpu(q) else _check_on_cpu(given)
 
 
 def _check(
@@ -828,14 +827,92 @@ def _have_boxes(x: Operands) -> bool:
     return x.v.shape[-1] % 8 == 0 and all(can(array) for array in given if array is not None)
 
 
-# ---- calls on a GPU ------------------------------------------------------------------------------------
+# ---- calls like earlier ones ---------------------------------------------------------------------------
 
 # By what a call is: a problem and a template of operands, or what an append_kv does.
 _MEMO: dict[tuple[Any, ...], Any] = {}
 _MEMO_LOCK = threading.Lock()
 MEMO_ENTRIES = 1024
-MEMO_BYTES = 1 << 16  # of one host array in a key
 _PLAIN = frozenset((bool, int, float, str, type(None)))
+
+
+def _remember(key: tuple[Any, ...], found: Any) -> None:
+    with _MEMO_LOCK:
+        while len(_MEMO) >= MEMO_ENTRIES:
+            del _MEMO[next(iter(_MEMO))]
+        _MEMO[key] = found
+
+
+def _template(x: Operands, *per_call: str) -> type[Operands]:
+    """What is the same for all calls like this one is a class: an instance then holds what is its own, and is made at
+    once."""
+    return type("Operands", (Operands,), {name: value for name, value in vars(x).items() if name not in per_call})
+
+
+def _with_seed(problem: Problem, seed: int) -> Problem:
+    return problem if problem.seed == seed else replace(problem, seed=seed)
+
+
+# ---- on a CPU
+
+_MATRICES, _STATISTICS = ("q", "k", "v", "dout", "o"), ("lse", "dlse")
+_LENGTHS = ("q_lengths", "kv_lengths", "q_offset")
+
+
+def _check_on_cpu(given: dict[str, Any]) -> tuple[Problem, Operands]:
+    """:func:`check` for host arrays, remembering what it found: Python is most of what a short call takes.
+
+    Calls that differ in nothing but where NumPy's arrays lie, their lengths and the seed share one problem and one
+    ``memo``; the lengths, which grow from step to step of a decoding, are looked at each time. A call with other arrays
+    beside these, or with a copy, is not kept.
+    """
+    key = _key_on_cpu(given)
+    found = None if key is None else _MEMO.get(key)
+    if found is None:
+        problem, x = _check(arrays.Source(given["q"]), **given)
+        if key is not None and not x.copied:
+            _remember(key, (problem, _template(x, *_MATRICES, *_STATISTICS, "visibility"), x.visibility.band))
+        return problem, x
+    problem, template, band = found
+    problem, x = _with_seed(problem, _seed(given.get("seed", 0))), template.__new__(template)
+    for name in _MATRICES:
+        array = given.get(name)
+        setattr(x, name, None if array is None else arrays.heads_first(array, problem.layout))
+    for name in _STATISTICS:
+        array = given.get(name)
+        setattr(x, name, None if array is None else array.reshape(x.q.shape[:3]))
+    q_lengths = _lengths(_HOST, "q_lengths", given.get("q_lengths"), problem.B, problem.Tq)
+    kv_lengths = _lengths(_HOST, "kv_lengths", given.get("kv_lengths"), problem.B, problem.Tk)
+    q_offset = _q_offset(given.get("q_offset"), problem.B, q_lengths, kv_lengths)
+    x.visibility = masks.Visibility(band, None, q_offset, q_lengths, kv_lengths)
+    return problem, x
+
+
+_HOST = arrays.Source(np.zeros(0))  # which has no array on a GPU
+
+
+def _key_on_cpu(given: Mapping[str, Any]) -> tuple[Any, ...] | None:
+    """All that a check reads of the arguments but lengths and ``seed``; None: there is more to know of one."""
+    parts: list[Any] = []
+    for name, value in given.items():
+        cls = type(value)
+        if cls is np.ndarray and name in _MATRICES + _STATISTICS:
+            parts += name, value.shape, value.strides, value.dtype, value.flags.num
+        elif cls in _PLAIN:
+            if name != "seed":
+                parts += name, cls, value
+        elif name in _LENGTHS and cls in (np.ndarray, tuple, list):
+            parts.append(name)
+        elif name in ("window", "wrt") and cls in (tuple, list):
+            parts += name, _content(value)
+        else:
+            return None
+    return tuple(parts)
+
+
+# ---- on a GPU
+
+MEMO_BYTES = 1 << 16  # of one host array in a key
 _PER_CALL = ("out", "addresses", "keep", "borrowed", "waits")
 
 
@@ -853,15 +930,10 @@ def _check_on_gpu(given: dict[str, Any]) -> tuple[Problem, Operands]:
     if found is None:
         problem, x = _check_new_on_gpu(source, given, frozen=key is not None)
         if key is not None and not x.copied:
-            shared = {name: value for name, value in vars(x).items() if name not in _PER_CALL}
-            # What is the same for all of these calls is a class: an instance then holds what is its own, and is made
-            # at once.
-            _remember(key, (problem, type("Operands", (Operands,), shared)))
+            _remember(key, (problem, _template(x, *_PER_CALL)))
     else:
         problem, template = found
-        if problem.seed != seed:
-            problem = replace(problem, seed=seed)
-        x = template.__new__(template)
+        problem, x = _with_seed(problem, seed), template.__new__(template)
         x.addresses = source.addresses
         x.out, x.keep, x.borrowed, x.waits = given.get("out"), source.keep, source.borrowed, source.waits
     if x.target is not None and arrays.overlaps_input(x):
@@ -945,13 +1017,6 @@ def _content(value: Any) -> Any:
     ):
         return cls, value.shape, value.dtype, value.tobytes()
     return None
-
-
-def _remember(key: tuple[Any, ...], found: Any) -> None:
-    with _MEMO_LOCK:
-        while len(_MEMO) >= MEMO_ENTRIES:
-            del _MEMO[next(iter(_MEMO))]
-        _MEMO[key] = found
 
 
 def _window(window: Any) -> tuple[int | None, int | None] | None:

@@ -101,6 +101,12 @@ def _compile(direction, dtype):
                 rf.attention(many, many, many, **run)
 
 
+@pytest.fixture(autouse=True)
+def no_earlier_calls(monkeypatch):
+    """What one test's calls were planned with (tables, chips) is nothing to the next."""
+    monkeypatch.setattr("rawflash.problem._MEMO", {})
+
+
 @pytest.fixture
 def rng():
     """A generator with a fixed seed: a test that fails fails again."""

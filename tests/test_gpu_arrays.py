@@ -9,11 +9,13 @@ of the device, its memory the host's, so that copies, results and ``merge_attent
 """
 
 import dataclasses
+import gc
 import itertools
 import sys
 import threading
 import time
 import types
+import weakref
 
 import ml_dtypes
 import numpy as np
@@ -203,7 +205,9 @@ def on_device(call, kind, either=False):
 
 
 def host_result(call):
-    made, x = check(**call, backend="numba_cpu")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(problem, "_MEMO", {})  # how many device calls are kept is counted
+        made, x = check(**call, backend="numba_cpu")
     return dataclasses.replace(made, backend="cupy_raw", boxes=problem._have_boxes(x)), x
 
 
@@ -267,6 +271,127 @@ def test_the_same_call_again(name, kind):
             assert getattr(y, field.name) is getattr(x, field.name), field.name
     kept = repr([vars(entry[1]).keys() for entry in problem._MEMO.values()])
     assert not any(f"'{field}'" in kept for field in per_call)
+
+
+# On the host those are kept that have no arrays beside q, k, v, dout, o, lse, dlse and lengths, nor NumPy's numbers.
+KEPT_ON_HOST = {
+    "plain", "float16", "float64", "causal", "one head", "no batch", "five axes", "six axes", "rows of wider arrays",
+    "tokens first in memory", "bthd", "bthd, five axes", "reversed rows", "broadcast batch", "no batch entries",
+    "no queries", "no keys", "lengths", "offset", "options", "backward", "backward, six axes", "backward, strided",
+    "backward, float64",
+}  # fmt: skip
+
+
+def elsewhere(call):
+    """The call with its matrices in other memory, of the same strides."""
+
+    def move(name, array):
+        if name not in ("q", "k", "v", "dout", "o", "lse", "dlse", "out"):
+            return array
+        low, high = arrays._extent(array)
+        return np.ndarray(array.shape, array.dtype, bytearray(high - low), -low, array.strides)
+
+    return {name: move(name, value) for name, value in call.items()}
+
+
+def same(a, b):
+    if isinstance(a, M.Visibility):
+        return all(same(getattr(a, field.name), getattr(b, field.name)) for field in dataclasses.fields(a))
+    if not isinstance(a, np.ndarray):
+        return a == b if not isinstance(a, M.Mask) else a is b or repr(a) == repr(b)
+    return a.dtype == b.dtype and a.shape == b.shape and a.strides == b.strides and np.array_equal(a, b)
+
+
+def checked_anew(call):
+    """What ``check`` says of a call is what it says where it remembers nothing, but for the memo."""
+    made, x = check(**call)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(problem, "_MEMO", {})
+        fresh, y = check(**call)
+    assert made == fresh
+    for field in dataclasses.fields(x):
+        if field.name != "memo":
+            assert same(getattr(x, field.name), getattr(y, field.name)), field.name
+    for matrix in ("q", "k", "v", "dout", "o", "lse", "dlse"):
+        array = getattr(x, matrix)
+        if array is not None and array.size:
+            assert array.ctypes.data == getattr(y, matrix).ctypes.data or matrix in x.copied
+    return x
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_call_like_an_earlier_one_on_the_host(name):
+    """What is remembered is what a new check finds; the matrices are those of the call."""
+    memo = check(**elsewhere(CALLS[name]))[1].memo
+    x = checked_anew(elsewhere(CALLS[name]))
+    assert len(problem._MEMO) == (name in KEPT_ON_HOST) and (x.memo is memo) == (name in KEPT_ON_HOST)
+
+
+def test_matrices_on_the_host_are_told_apart():
+    """By shape, dtype, strides and alignment; what has to be copied is, each time."""
+    def view(array, at, *strides):
+        raw = np.ones(4 * array.nbytes, np.uint8)
+        return np.ndarray(array.shape, array.dtype, raw[at:], 0, strides or array.strides)
+
+    plain = CALLS["plain"]["k"]
+    size = plain.itemsize
+    wide = np.multiply(plain.strides, 2)
+    made = [
+        view(plain, 0), view(plain, 8), view(plain, 0, *wide[:3], size), view(plain, 0, *wide), view(plain, 1),
+        view(plain.view(np.int32), 0).view(">f4"), view(plain, 0)[:, :, ::-1],
+    ]  # fmt: skip
+    for k in [*made, *made]:
+        checked_anew(CALLS["plain"] | dict(k=k))
+    copied = [bool(check(**CALLS["plain"] | dict(k=k))[1].copied) for k in made]
+    assert copied == [False, False, False, True, True, True, False] and len(problem._MEMO) == 3
+    with pytest.raises(rf.ProblemError, match="k has dtype float64"):
+        check(**CALLS["plain"] | dict(k=plain.astype(np.float64)))
+    with pytest.raises(rf.ProblemError, match="v has shape"):
+        check(**CALLS["plain"] | dict(k=arr(B, HKV, TK + 1, D)))
+
+
+def test_lengths_and_seeds_are_those_of_the_call():
+    """A decoding has other lengths at each step, a training other seeds: both are looked at, and nothing else is."""
+    def step(q_lengths, kv_lengths, q_offset, seed=1):
+        options = dict(q_lengths=q_lengths, kv_lengths=kv_lengths, q_offset=q_offset)
+        return check(**forward(dropout=0.5, seed=seed, **options))
+
+    first, x = step([5, 2], [7, 0], [1, -3])
+    again, y = step([1, 0], [2, 6], [0, 9], seed=2)
+    assert y.memo is x.memo and (first.seed, again.seed) == (1, 2)
+    assert dataclasses.replace(again, seed=1) == first
+    for made, wanted in ((x, ([5, 2], [7, 0], [1, -3])), (y, ([1, 0], [2, 6], [0, 9]))):
+        v = made.visibility
+        assert (v.q_lengths.tolist(), v.kv_lengths.tolist(), v.q_offset.tolist()) == wanted
+    ends = check(**forward(dropout=0.5, kv_lengths=[7, 3]))[1], check(**forward(dropout=0.5, kv_lengths=[2, 1]))[1]
+    assert ends[0].memo is ends[1].memo is not x.memo
+    assert [made.visibility.q_offset.tolist() for made in ends] == [[2, -2], [-3, -4]]
+    assert len(problem._MEMO) == 2
+    for wrong in (([6, 2], [7, 0], [0, 0]), ([5, 2], [8, 0], [0, 0]), ([5, 2], [7, -1], [0, 0]),
+                  ([5, 2], [7], [0, 0]), ([5, 2], [7.0, 0.0], [0, 0]), ([5, 2], [7, 0], [0.0, 0.0]),
+                  ([5, 2], [7, 0], [0, 1 << 62])):  # fmt: skip
+        with pytest.raises(rf.ProblemError) as known:
+            step(*wrong)
+        problem._MEMO.clear()
+        with pytest.raises(rf.ProblemError) as new:
+            step(*wrong)
+        assert str(known.value) == str(new.value)
+        step([5, 2], [7, 0], [1, -3])
+    for seed in (-1, True, 0.5):
+        with pytest.raises(rf.ProblemError, match="seed"):
+            step([5, 2], [7, 0], [1, -3], seed)
+    with pytest.raises(rf.ProblemError, match="kv_lengths is a GPU array"):
+        step([5, 2], CuPy(np.array([7, 0])), [1, -3])
+
+
+def test_arrays_of_an_earlier_call_are_given_back():
+    call = backward(kv_lengths=np.array([7, 3]))
+    held = [weakref.ref(value) for value in call.values() if isinstance(value, np.ndarray)]
+    check(**call)
+    assert len(problem._MEMO) == 1 and len(held) == 8
+    del call
+    gc.collect()
+    assert not any(ref() is not None for ref in held)
 
 
 @kinds
