@@ -119,6 +119,7 @@ WGMMA_BACKWARD_STAGES, WGMMA_BACKWARD_S = {64: 3, 128: 2}, 2  # blocks of Q and 
 WGMMA_FUSED, WGMMA_FUSED_KEYS, WGMMA_FUSED_LAG = 4.0, 4, 1.0
 WGMMA_FUSED_ROWS = {64: 256, 128: 448}
 WGMMA_FUSED_STAGES = 2
+WGMMA_STORED = 512  # rows and keys up to which the first of a causal band stores its dQ, so that no sums are cleared
 WGMMA_WIDE = 64  # Br and Bc where d or dv is above those of WGMMA_BACKWARD
 WGMMA_WIDE_STAGES = ((3, 2), (3, 1), (2, 2), (2, 1))  # of Q and dO, and of P, on chip: the first that fit
 WGMMA_WIDE_DQ = 64  # columns of dQ that one product has
@@ -493,6 +494,11 @@ def _wgmma_keys(problem: Problem, chip: Chip, d: int, dv: int, lag: int) -> Tile
     br, bc, fused = WGMMA_BACKWARD[max(d, dv)], WGMMA_BACKWARD_KEYS, lag > 0
     stages = WGMMA_FUSED_STAGES if fused else WGMMA_BACKWARD_STAGES[br]
     apart = br == WGMMA_BACKWARD_APART and not problem.deterministic
+    stores = (
+        problem.band.lower is None and problem.band.upper is not None and d >= dv
+        and not (problem.ragged or problem.varlen or problem.deterministic)
+        and max(problem.Tq, problem.Tk) <= WGMMA_STORED
+    )
     resident = (
         Tile("K", bc, d, 2),
         Tile("V", bc, dv, 2),
@@ -512,7 +518,7 @@ def _wgmma_keys(problem: Problem, chip: Chip, d: int, dv: int, lag: int) -> Tile
         Tile("dV", bc, dv, 4, REGISTERS),
     )
     return Tiles(br, bc, resident, chip.name, chip.on_chip_bytes, JI, family=WGMMA, lag=lag,
-                 constants=(("FUSED", int(fused)), ("APART", int(apart))))  # fmt: skip
+                 constants=(("FUSED", int(fused)), ("APART", int(apart)), ("STORES", int(stores))))  # fmt: skip
 
 
 def _is_fused(problem: Problem, processors: int) -> bool:

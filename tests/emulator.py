@@ -134,7 +134,7 @@ extern "C" int emulate(
 }
 """
 # Kernels whose blocks wait for blocks of smaller numbers
-IN_ORDER = re.compile(r"constexpr int (BALANCED|FUSED) = 1;|#define DETERMINISTIC 1")
+IN_ORDER = re.compile(r"constexpr int (BALANCED|FUSED|STORES) = 1;|#define DETERMINISTIC 1")
 KERNEL = re.compile(
     r"__global__\s+void\s+(?:__launch_bounds__\(([^()]*)\)\s+)?(\w+)\(const (__grid_constant__ )?(Mapped)?Call "
 )

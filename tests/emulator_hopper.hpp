@@ -64,6 +64,7 @@ struct Store {  // or an addition
     Place place;
     float* to;
     unsigned from, bytes;
+    bool adds;
     std::vector<unsigned char> seen;  // what it is to read
 };
 struct StoreGroup { std::vector<Store> stores; bool read; };
@@ -308,7 +309,7 @@ static void finish(const Store& x)
         over_box(x.map, x.place, x.from, [&x](char* to, unsigned from) { memcpy(to, x.seen.data() + (from - x.from), 2); });
     else
         for (unsigned n = 0; n < x.bytes / 4; n++)
-            x.to[n] += ((const float*)x.seen.data())[n];
+            x.to[n] = ((const float*)x.seen.data())[n] + (x.adds ? x.to[n] : 0.0f);
 }
 
 // ---- products -------------------------------------------------------------------------------------------------------------------------
@@ -848,17 +849,20 @@ inline void store_box(const TensorMap& map, const void* from, int column, int ro
     begin(std::move(x));
 }
 
-inline void add_bulk(float* to, const void* from, int bytes)
+static void begin_bulk(float* to, const void* from, int bytes, bool adds)
 {
     using namespace emulated;
     Store x{false};
     if (bytes <= 0 || bytes % 16 || (size_t)to % 16)
-        STOP("%d bytes are added to address %p: no multiples of 16", bytes, to);
-    x.to = to, x.bytes = bytes, x.from = offset_of(from, bytes, "what is added");
+        STOP("%d bytes are stored at or added to address %p: no multiples of 16", bytes, to);
+    x.to = to, x.bytes = bytes, x.adds = adds, x.from = offset_of(from, bytes, "what is stored or added");
     if (x.from % 16)
-        STOP("numbers at byte %u of shared memory are added: no multiple of 16", x.from);
+        STOP("numbers at byte %u of shared memory are stored or added: no multiple of 16", x.from);
     begin(std::move(x));
 }
+
+inline void add_bulk(float* to, const void* from, int bytes) { begin_bulk(to, from, bytes, true); }
+inline void store_bulk(float* to, const void* from, int bytes) { begin_bulk(to, from, bytes, false); }
 
 inline void copy_bulk(void* to, const void* from, Barrier* barrier, int bytes)
 {

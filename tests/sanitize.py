@@ -147,13 +147,16 @@ def cases():
 
 
 AS_THEY_ARE = {name: getattr(tiling, name) for name in ("WGMMA_FEWEST", "WGMMA_FUSED", "WGMMA_FUSED_KEYS",
-                                                        "WGMMA_FUSED_LAG", "WGMMA_FUSED_ROWS")}  # fmt: skip
+                                                        "WGMMA_FUSED_LAG", "WGMMA_FUSED_ROWS",
+                                                        "WGMMA_STORED")}  # fmt: skip
 
 
 def plan_for(name):
     """Let sm_90's own kernels have the calls that are named for them: else such small ones go to cuda/mma. And let
-    blocks of threads prepare and finish rows of others where a name says so."""
+    blocks of threads prepare and finish rows of others where a name says so, and clear dQ's sums as in long calls."""
     changed = {"WGMMA_FEWEST": 0.0} if name.startswith("warpgroups") else {}
+    if "sums cleared" in name:
+        changed["WGMMA_STORED"] = 0
     if name.startswith("warpgroups, rows of others"):
         changed |= {"WGMMA_FUSED": 0.0, "WGMMA_FUSED_KEYS": 1, "WGMMA_FUSED_LAG": 0.0,
                     "WGMMA_FUSED_ROWS": {64: 0, 128: 0}}  # fmt: skip
@@ -178,6 +181,9 @@ def halves():
                                                   alibi_slopes=np.array([0.5, 0.1, 0.02, 0.0])),
         "warpgroups, d = 192": tall | dict(Hq=2, d=192, dv=128, dtype="bfloat16", causal=True),
         "warpgroups, rows of others": tall | dict(Hq=5, Hkv=5, d=64, dtype="bfloat16", causal=True),
+        "warpgroups, sums cleared": tall | dict(d=64, dtype="bfloat16", causal=True),
+        "warpgroups, sums cleared, d = 128": tall | dict(d=128, dtype="float16", causal=True),
+        "warpgroups, rows of others, sums cleared": tall | dict(Hq=5, Hkv=5, d=64, dtype="float16", causal=True),
         "warpgroups, rows of others, d = 128": tall | dict(B=2, Hq=6, Hkv=3, d=128, dtype="float16"),
         "mma, bias": tall | dict(d=64, dtype="bfloat16", causal=True, bias=normal(4, Tq, Tk)),
         "mma, mask": tall | dict(d=128, dtype="float16", mask=half_visible(1, 1, Tq, Tk)),

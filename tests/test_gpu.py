@@ -186,24 +186,11 @@ FUSED = {
 }
 
 
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-@pytest.mark.parametrize("name", FUSED)
-def test_rows_that_others_prepare_and_finish(name, dtype, monkeypatch):
-    """Backward on sm_90: right in each call and each replay of a graph, whatever lay in memory; with the shortest lag,
-    too, so that blocks of threads wait for those that run beside them."""
+def check_backward_again_and_again(case):
+    """Right in each call and each replay of a graph, whatever lay in memory."""
     import cupy
 
-    monkeypatch.setattr(problem, "_MEMO", {})
-    if not name.startswith("as planned"):
-        monkeypatch.setattr(tiling, "WGMMA_FEWEST", 0.0)
-        monkeypatch.setattr(tiling, "WGMMA_FUSED", 0.0)
-        monkeypatch.setattr(tiling, "WGMMA_FUSED_KEYS", 1)
-        monkeypatch.setattr(tiling, "WGMMA_FUSED_LAG", 0.0)
-        monkeypatch.setattr(tiling, "WGMMA_FUSED_ROWS", {64: 0, 128: 0})
-    case = make(dtype=dtype, **dict(B=1) | FUSED[name])
     reference, gpu = case.reference(), on_gpu(case)
-    tiles = rf.explain(gpu.q, gpu.k, gpu.v, "backward", **gpu.options).tiles
-    assert (tiles.lag > 0) == (tiles.chip == "sm_90")
     out, lse = gpu.forward()
 
     def right(gradients):
@@ -225,6 +212,51 @@ def test_rows_that_others_prepare_and_finish(name, dtype, monkeypatch):
             graph.launch()
             stream.synchronize()
             right(results)
+
+
+STORED = {
+    "as planned": dict(Hq=150, Tq=512, d=64, causal=True),
+    "as planned, d = 128": dict(Hq=150, Tq=512, d=128, causal=True),
+    "as planned, groups": dict(B=3, Hq=48, Hkv=24, Tq=300, Tk=400, d=128, causal=True),
+    "one row": dict(Hq=20, Tq=1, Tk=500, d=64, causal=True),
+    "offsets": dict(B=3, Hq=10, Tq=200, Tk=500, d=128, causal=True, q_offset=np.array([-150, 20, 400])),
+    "rows of others, offsets": dict(B=3, Hq=10, Tq=200, Tk=500, d=64, causal=True, q_offset=np.array([-150, 20, 400])),
+    "rows of others, groups": dict(B=2, Hq=40, Hkv=10, Tq=500, Tk=300, d=128, causal=True),
+}
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("name", STORED)
+def test_the_first_dQ_is_stored(name, dtype, monkeypatch):
+    """Backward on sm_90, short and causal: what blocks of threads add to has been stored by those before them."""
+    monkeypatch.setattr(tiling, "WGMMA_FEWEST", 0.0)
+    if name.startswith("rows of others"):
+        shortest_lag(monkeypatch)
+    case = make(dtype=dtype, **dict(B=1) | STORED[name])
+    gpu = on_gpu(case)
+    tiles = rf.explain(gpu.q, gpu.k, gpu.v, "backward", **gpu.options).tiles
+    assert dict(tiles.constants).get("STORES", 0) == (tiles.chip == "sm_90")
+    check_backward_again_and_again(case)
+
+
+def shortest_lag(monkeypatch):
+    for name, value in (("WGMMA_FUSED", 0.0), ("WGMMA_FUSED_KEYS", 1), ("WGMMA_FUSED_LAG", 0.0),
+                        ("WGMMA_FUSED_ROWS", {64: 0, 128: 0})):  # fmt: skip
+        monkeypatch.setattr(tiling, name, value)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("name", FUSED)
+def test_rows_that_others_prepare_and_finish(name, dtype, monkeypatch):
+    """Backward on sm_90; with the shortest lag, too, so that blocks of threads wait for those that run beside them."""
+    if not name.startswith("as planned"):
+        monkeypatch.setattr(tiling, "WGMMA_FEWEST", 0.0)
+        shortest_lag(monkeypatch)
+    case = make(dtype=dtype, **dict(B=1) | FUSED[name])
+    gpu = on_gpu(case)
+    tiles = rf.explain(gpu.q, gpu.k, gpu.v, "backward", **gpu.options).tiles
+    assert (tiles.lag > 0) == (tiles.chip == "sm_90")
+    check_backward_again_and_again(case)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])

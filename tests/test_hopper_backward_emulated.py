@@ -133,6 +133,56 @@ def test_calls(name, device_by_name, taken):
     assert taken == ["fa2_backward_keys"]
 
 
+@pytest.fixture
+def cleared(monkeypatch):
+    """Short causal calls are as long ones: sums of dQ are cleared, and all blocks of keys add to them."""
+    monkeypatch.setattr(tiling, "WGMMA_STORED", 0)
+
+
+STORED = {
+    "causal": dict(B=1, Hq=2, Tq=300, Tk=300, d=64, causal=True),
+    "causal, d = 128": dict(B=2, Hq=1, Tq=300, Tk=300, d=128, causal=True),
+    "one block of keys": dict(B=1, Hq=3, Tq=100, Tk=100, d=64, causal=True),
+    "one row": dict(B=2, Hq=2, Tq=1, Tk=400, d=128, causal=True),
+    "as long as can be": dict(B=1, Hq=1, Tq=512, Tk=512, d=128, causal=True),
+    "whole blocks": dict(B=1, Hq=1, Tq=512, Tk=512, d=64, causal=True),
+    "groups": dict(B=1, Hq=4, Hkv=2, Tq=200, Tk=260, d=64, causal=True),
+    "groups, d = 128": dict(B=1, Hq=3, Hkv=1, Tq=130, Tk=257, d=128, causal=True),
+    "more rows than keys": dict(B=1, Hq=2, Tq=500, Tk=140, d=64, causal=True),
+    "more rows than keys, d = 128": dict(B=1, Hq=2, Tq=500, Tk=140, d=128, causal=True),
+    "keys that no row sees": dict(B=1, Hq=2, Tq=128, Tk=500, d=64, causal=True, q_offset=100),
+    "keys that no row sees, d = 128": dict(B=1, Hq=2, Tq=64, Tk=500, d=128, causal=True, q_offset=100),
+    "keys that no row sees, part of a block": dict(B=1, Hq=2, Tq=100, Tk=500, d=128, causal=True, q_offset=100),
+    "rows that see no key": dict(B=1, Hq=2, Tq=300, Tk=300, d=64, causal=True, q_offset=-170),
+    "nothing is seen": dict(B=1, Hq=2, Tq=100, Tk=300, d=128, causal=True, q_offset=-400),
+    "another offset each": dict(
+        B=4, Hq=1, Tq=150, Tk=300, d=128, causal=True, q_offset=np.array([-400, -60, 150, 1000])),
+    "right of the window": dict(B=1, Hq=2, Tq=300, Tk=300, d=64, window=(None, 70)),
+    "sinks": dict(B=1, Hq=2, Tq=200, Tk=200, d=64, causal=True, sinks=normal(2)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("others", [False, True], ids=["", "rows of others"])
+@pytest.mark.parametrize("name", STORED)
+def test_the_first_dQ_is_stored(name, others, device_by_name, taken, request, monkeypatch):
+    """Nothing is cleared but what no block of keys comes to."""
+    if others:
+        request.getfixturevalue("fused")
+    case = prepared(STORED[name], DTYPES[list(STORED).index(name) % 2])
+    check(case, case.reference())
+    assert taken == ["fa2_backward_keys"]
+
+
+@pytest.mark.parametrize("others", [False, True], ids=["", "rows of others"])
+@pytest.mark.parametrize("name", ["causal", "causal, d = 128", "groups, d = 128", "rows that see no key"])
+def test_short_calls_whose_sums_are_cleared(name, others, device_by_name, cleared, taken, request):
+    if others:
+        request.getfixturevalue("fused")
+    case = prepared(STORED[name], "bfloat16")
+    check(case, case.reference())
+    assert taken
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", ["causal", "lengths, d = 128", "packed"])
 def test_orders_of_threads(name, dtype, device, taken):
@@ -396,6 +446,39 @@ def test_schedule(causal, heads, Tk, lag):
 
 
 # ---- the tests can fail ---------------------------------------------------------------------------------------
+
+BROKEN_STORED = {
+    "": ("causal", "", ""),
+    "nothing is stored": (
+        "causal, d = 128", "if (STORES && i0 < to_be_stored)\n                store", "if (0) store"),
+    "nothing is stored, d = 64": ("causal", "if (stores)", "if (false)"),
+    "too much is stored": (
+        "causal, d = 128", "if (STORES && i0 < to_be_stored)\n                store", "if (1) store"),
+    "too much is stored, d = 64": ("causal", "if (stores)", "if (true)"),
+    "it is said before all is stored": (
+        "causal, d = 128", "await_stores<0>();\n    unsigned* const blocks", "unsigned* const blocks"),
+    "nobody says so": ("causal, d = 128", "pass_turn(blocks);", ""),
+    "who has nothing to store says nothing": (
+        "keys that no row sees, part of a block", "if (STORES && i0 == first_rows(work) && i0 >= to_be_stored)",
+        "if (false)"),
+    "the last keys that rows see are others": (
+        "keys that no row sees, d = 128", "work.q_length % BR ? call.Tk - 1 :", "true ? call.Tk - 1 :"),
+    "rows are not in whole blocks": (
+        "rows that see no key", "work.q_length % BR ? call.Tk - 1 :", "false ? call.Tk - 1 :"),
+    "heads share a counter": ("groups, d = 128", "work.b * (unsigned)call.Hq + h;", "work.b * (unsigned)call.Hq;"),
+    "heads share a counter, d = 64": ("groups", "h + (work.steps - steps) / blocks", "h"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BROKEN_STORED)
+def test_broken_kernels_that_store_are_caught(name, device_by_name, taken, monkeypatch):
+    which, old, new = BROKEN_STORED[name]
+    case = prepared(STORED[which], "bfloat16")
+    break_backward(monkeypatch, old, new)
+    with pytest.raises(AssertionError) if old else nullcontext():
+        check(case, case.reference())
+    assert taken
+
 
 BROKEN = {
     "": ("causal", "", ""),

@@ -63,13 +63,14 @@ def _numbers_of_pieces(problem: Problem, x: Operands) -> int:
 
 def _wgmma(problem: Problem, tiles: Tiles, x: Operands, grads: dict[str, Target]) -> None:
     """The same by the kernels of sm_90: dQ's sums lie in blocks of whole tiles."""
+    constants = dict(tiles.constants)
     boxes = [Box("q", tiles.br), Box("k", tiles.bc), Box("v", tiles.bc), Box("dout", tiles.br)]
     if tiles.lag:
         boxes += [Box("o", tiles.br), Box("dq", FINISHED_ROWS)]
     heads, rows, columns = x.q.shape[0] * x.q.shape[1], x.q.shape[2], blocks_of(problem.d, WGMMA_SLAB) * WGMMA_SLAB
     written = {"d" + name: grads[name] for name in ("q", "k", "v")}
     file, threads = (FILE_WIDE, WIDE_THREADS) if is_wide(problem) else (FILE_WGMMA, WGMMA_THREADS)
-    threads += WARPGROUP * dict(tiles.constants).get("APART", 0)
+    threads += WARPGROUP * constants.get("APART", 0)
     key_blocks, query_blocks = blocks_of(problem.Tk, tiles.bc), blocks_of(problem.Tq, tiles.br)
     schedule = _schedule(problem, tiles, key_blocks)
     kernels = launcher(file, problem, tiles, x, written, boxes, **schedule)
@@ -80,11 +81,16 @@ def _wgmma(problem: Problem, tiles: Tiles, x: Operands, grads: dict[str, Target]
     blocks = heads * (rows // tiles.br + problem.B if problem.varlen else query_blocks)
     numbers = tiles.br * columns
     # Before the sums what is counted: if deterministic, whose turn it is at each block; with a lag, for each key head
-    # the blocks of threads that have prepared rows, and those that have added all of theirs
-    counters = blocks * problem.deterministic + 2 * problem.B * problem.Hkv * bool(tiles.lag)
+    # the blocks of threads that have prepared rows, and those that have added all of theirs; where the first one stores
+    # its dQ, for each head those that have
+    stores = constants.get("STORES", 0)
+    counters = blocks * problem.deterministic + problem.B * (2 * problem.Hkv * bool(tiles.lag) + problem.Hq * stores)
     counters = blocks_of(counters, COUNTERS) * COUNTERS
     dQ = kernels.workspace(counters + blocks * numbers)
-    dQ.data.memset_async(0, 4 * (counters + numbers * (query_blocks * first if tiles.lag else blocks)))
+    cleared = query_blocks * first if tiles.lag else blocks
+    if stores:  # but for rows that see no key, which none stores
+        cleared = blocks if x.offset_given or problem.Tq > problem.Tk else 0
+    dQ.data.memset_async(0, 4 * (counters + numbers * cleared))
     call = _call(kernels, problem, x, grads, delta, dQ, key_blocks, counters)
     if problem.varlen:
         kernels.run_over("clear_gradients", max(heads * rows, x.k.shape[1] * x.k.shape[2]), call)

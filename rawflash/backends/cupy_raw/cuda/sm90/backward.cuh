@@ -28,13 +28,13 @@ struct KeyBlock {
     unsigned head, block;
 };
 
-// Heads come in sections whose matrices L2 can hold; of a section the first keys first, which most rows see if it is causal.
+// Heads come in sections whose matrices L2 can hold; of a section the first keys first, which most rows see if it is causal. STORES: the last keys first.
 __device__ __forceinline__ KeyBlock key_block(const Call& call, unsigned index)
 {
     const unsigned heads = (unsigned)(call.B * call.Hkv), blocks = (unsigned)call.blocks, section = (unsigned)call.section;
     const unsigned first = index / (section * blocks) * section, rest = index - first * blocks;
     const unsigned count = heads - first < section ? heads - first : section;
-    return {first + rest % count, rest / count};
+    return {first + rest % count, STORES ? blocks - 1 - rest / count : rest / count};
 }
 
 __device__ __forceinline__ Work work_of(const Call& call)

@@ -2,13 +2,13 @@
 //
 // fa2_backward_keys: a block of threads owns Bc = 128 keys of one key head and runs over the Q blocks of all query heads that share it.
 // One warpgroup copies (tensor maps), two compute: each of these owns 64 of the keys, with dK and dV in registers. Everything is transposed,
-// S^T = K Q^T and dP^T = V dO^T, so that P^T and dS^T are factors of dV += P^T dO and dK += dS^T Q where they are, in registers; so is V, or half of
-// it. dS^T goes to shared memory as well, as a factor of dQ_i = dS K, in which both warpgroups' keys have a share. dQ_i is added to float32 sums in
-// device memory, in the order in which the registers hold it. APART: a fourth warpgroup computes dQ_i and adds it from its registers, and the two
-// others never wait for each other. Otherwise these two compute it, half each, and leave it in shared memory for one thread to add; dK is under way
-// meanwhile.
+// S^T = K Q^T and dP^T = V dO^T, so that P^T and dS^T are factors of dV += P^T dO and dK += dS^T Q where they are, in registers; so is V, as much
+// of it as there is room for. dS^T goes to shared memory as well, as a factor of dQ_i = dS K, in which both warpgroups' keys have a share. dQ_i is
+// added to float32 sums in device memory, in the order in which the registers hold it. APART: a fourth warpgroup computes dQ_i and adds it from its
+// registers, and the two others never wait for each other. Otherwise these two compute it, half each, and leave it in shared memory for one thread
+// to add; dK is under way meanwhile.
 // On chip:  K (Bc, d), V (Bc, dv), STAGES of Q (Br, d) and dO (Br, dv), two dS (Bc, Br) in 16 bits; dQ (Br, d) or none; lse and delta (Br), barriers;
-//           in registers S (Bc, Br), dP (Bc, 64), dK (Bc, d), dV (Bc, dv), dQ (Br, d), of V (Bc, dv) or (Bc, 64). FUSED: 64 columns of O and dO
+//           in registers S (Bc, Br), dP (Bc, 64), dK (Bc, d), dV (Bc, dv), dQ (Br, d), of V (Bc, 16 V_HELD). FUSED: 64 columns of O and dO
 //           (Br, 64) of rows to be prepared, sums of dQ (64, 64) to be finished.
 //
 // fa2_backward_finish: dQ = scale * those sums, row by row. FUSED: for the last heads only; of the others it is the work of a warp of later blocks of
@@ -28,8 +28,8 @@ constexpr int PART = 64, PARTS = BR / PART;             // rows that dP has at a
 static_assert(KEYS == 64 && BR % SLAB == 0, "what products can do");
 
 // Steps of SUM columns of dP = V dO^T whose factor V is in registers, not in shared memory, which is what bounds this kernel: as many as there is
-// room for. So no product reads that slab of V any more: what hides keys of a lane is there, as few blocks of rows need it.
-constexpr int V_HELD = APART ? BAND ? 4 : 3 : BR == 128 ? TO_V / SUM : 4;
+// room for. LIMITS_ON_CHIP: no product reads that slab of V any more, and what hides keys of a lane is there, as few blocks of rows need it.
+constexpr int V_HELD = APART ? STORES ? 2 : BAND ? 4 : 3 : BR == 128 ? TO_V / SUM : 4;
 constexpr bool LIMITS_ON_CHIP = BAND && BR == 64;
 constexpr bool ROWS_FIRST = BR == 64 && !BAND;  // lse and delta are read before the first of them is needed: faster there, slower elsewhere
 // Where warpgroups do not wait for each other, dP begins with -delta instead of 0, so that its rows are read before products begin, not behind them.
@@ -45,6 +45,8 @@ constexpr int PATCH = 64 * DQ_COLUMNS;          // numbers of it
 constexpr int PATCHES = BR * TO_D / PATCH;      // in a block of rows
 // The order of the sums is kept by one thread only.
 static_assert(!APART || BY_ROWS && !DETERMINISTIC, "a warpgroup of its own computes dQ");
+static_assert(!ROWS_FIRST || !DELTA_FIRST, "rows are read once");
+static_assert(!STORES || BAND && !DETERMINISTIC && !PACKED && (BY_COLUMNS || BY_ROWS), "the last keys that rows see come first");
 
 // dS is on chip with the rows of Q, each warpgroup's keys in a slab of their own; otherwise dS^T, with the keys'.
 constexpr bool DS_BY_ROWS = BR == 64;
@@ -126,6 +128,34 @@ __device__ __forceinline__ void next_block(volatile Share& share)
         share.block = share.from, share.h = share.h + 1;
 }
 
+// ---- sums that nobody clears ---------------------------------------------------------------------------------------------------------
+//
+// STORES, in short calls whose band has no lower end: of the blocks of keys that a block of rows sees, the last one comes first, in the grid and at
+// these rows, with which it begins. It stores its dQ, and the others add to that. A counter of each head says how many blocks of threads have stored
+// all they have to, in this order. Nobody waits for a block of threads that comes later.
+
+__device__ __forceinline__ unsigned* stored(const Call& call, const Work& work, int h)
+{
+    return call.counters + (unsigned)call.B * ((FUSED ? 2 : 0) * (unsigned)call.Hkv) + work.b * (unsigned)call.Hq + h;
+}
+
+// The last block of keys that has rows to run over (work_of).
+__device__ __forceinline__ int last_with_rows(const Call& call, const Work& work)
+{
+    const long long last = work.q_length % BR ? call.Tk - 1 : work.offset + call.band_upper + work.q_length - 1;
+    return (int)clamp(last, 0, call.Tk - 1) / BC;
+}
+
+// Where the rows end whose dQ this block of threads stores: where those of the next one begin.
+__device__ __forceinline__ int stored_to(const Call& call, const Work& work)
+{
+    if (work.j0 / BC == last_with_rows(call, work))
+        return work.q_length;
+    return (int)clamp(work.j0 + BC - work.offset - call.band_upper, 0, work.q_length) / BR * BR;
+}
+
+// ---- counters of rows of others ------------------------------------------------------------------------------------------------------
+
 __device__ __forceinline__ unsigned* prepared(const Call& call, unsigned head) { return call.counters + head; }
 __device__ __forceinline__ unsigned* added(const Call& call, unsigned head) { return call.counters + call.B * call.Hkv + head; }
 
@@ -170,7 +200,7 @@ __device__ __forceinline__ void prepare_rows(const MappedCall& argument, unsigne
             constexpr int VECTORS = BR * TO_D / LANE_NUMBERS / SLABS;
             float4* const sums = (float4*)sums_of_block(call, first_block(call, b, h, 0) + block) + slab * VECTORS + lane;
 #pragma unroll 4
-            for (int x = 0; x < VECTORS; x += WARP_LANES)
+            for (int x = 0; x < (STORES ? 0 : VECTORS); x += WARP_LANES)
                 sums[x] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
             await(barrier, parity);
             // Each lane some rows, of which it reads other columns than its neighbours: those are in other banks
@@ -323,6 +353,15 @@ __device__ __forceinline__ unsigned turn_at(const Call& call, const Work& work, 
     return (unsigned)(work.j0 / BC - first);
 }
 
+// STORES: this block of threads has stored what it has to; what it adds to has been stored.
+__device__ __forceinline__ void pass_stored(const Call& call, const Work& work, int h)
+{
+    await_stores<0>();
+    unsigned* const blocks = stored(call, work, h);
+    await_turn(blocks, (unsigned)(last_with_rows(call, work) - work.j0 / BC));
+    pass_turn(blocks);  // whose fence lets this thread's additions see what others stored
+}
+
 // Step by step the dQ_i of both warpgroups to the sums in device memory. DETERMINISTIC: in the order of the keys. A block of threads then waits
 // for those with fewer keys before it alone, which began before it.
 __device__ __forceinline__ void add_all(const Call& call, const Work& work, const unsigned char* on_chip, Barrier* barriers)
@@ -333,9 +372,12 @@ __device__ __forceinline__ void add_all(const Call& call, const Work& work, cons
         await_prepared(call, work);
         fence_device();
     }
+    const int to_be_stored = STORES ? stored_to(call, work) : 0;
 #pragma unroll 1
     for (int steps = work.steps; steps > 0; steps--, parity ^= 1) {
         const long long block = first_block(call, work.b, h, work.q_start) + i0 / BR;
+        if (STORES && i0 == first_rows(work) && i0 >= to_be_stored)  // of these rows nothing
+            pass_stored(call, work, h);
         if constexpr (DETERMINISTIC)
             await_turn(call.counters + block, turn_at(call, work, i0));
         await(barriers + DQ_THERE, parity);
@@ -343,11 +385,16 @@ __device__ __forceinline__ void add_all(const Call& call, const Work& work, cons
         for (int from = 0; from < COMPUTING * PATCH * 4; from += BYTES) {
             if constexpr (DETERMINISTIC)
                 await_stores<0>();  // those of the other warpgroup
-            add_bulk(sums_of_block(call, block), on_chip + AT_DQ + from, BYTES);
+            if (STORES && i0 < to_be_stored)
+                store_bulk(sums_of_block(call, block), on_chip + AT_DQ + from, BYTES);
+            else
+                add_bulk(sums_of_block(call, block), on_chip + AT_DQ + from, BYTES);
             commit_stores();
         }
         await_stores_read<0>();
         arrive(barriers + DQ_READ);
+        if (STORES && i0 < to_be_stored && i0 + BR >= to_be_stored)
+            pass_stored(call, work, h);
         if constexpr (DETERMINISTIC) {
             await_stores<0>();
             pass_turn(call.counters + block);
@@ -398,12 +445,22 @@ __device__ __forceinline__ void add_apart(const Call& call, const Work& work, co
     const LowerHalf keys_across = lower_half(on_chip, BC * SLAB_ROW), K_across = moved(keys_across, AT_K), dS_across = moved(keys_across, AT_DS);
     const int h = work.h * ((int)call.Hq / (int)call.Hkv), blocks = (work.i_high - work.i_low + BR - 1) / BR;  // of rows, of each head
     float4* to = (float4*)sums_of_block(call, first_block(call, work.b, h, work.q_start) + work.i_low / BR) + warp * (DQ_COLUMNS / 8) * WARP_LANES + lane;
+    const int to_be_stored = STORES ? (stored_to(call, work) - work.i_low + BR - 1) / BR : 0;  // blocks of rows, if any
     int left = blocks;
+    const auto pass = [&](int steps) {
+        meet(ALL_ADDED, WARPGROUP);
+        if (threadIdx.x % WARPGROUP == 0)
+            pass_stored(call, work, h + (work.steps - steps) / blocks);
+        meet(ALL_ADDED, WARPGROUP);
+    };
     if (work.steps > 0)
         await(barriers + K_THERE, 0);
 #pragma unroll 1
     for (int steps = work.steps; steps > 0; steps--) {
         const int stage = steps % S_STAGES;
+        const bool stores = STORES && blocks - left < to_be_stored;
+        if (STORES && blocks - left == to_be_stored)
+            pass(steps);
         await(barriers + DS_THERE + stage, dS_parity(work, steps));
 #pragma unroll
         for (int patch = 0; patch < PATCHES; patch++) {
@@ -418,9 +475,17 @@ __device__ __forceinline__ void add_apart(const Call& call, const Work& work, co
             if (patch + 1 == PATCHES)
                 arrive_as_warp(barriers + DS_READ + stage, lane);
 #pragma unroll
-            for (int n = 0; n < DQ_COLUMNS / 8; n++)
-                atomicAdd(to + patch * (PATCH / LANE_NUMBERS) + n * WARP_LANES, make_float4(dQ[4 * n], dQ[4 * n + 1], dQ[4 * n + 2], dQ[4 * n + 3]));
+            for (int n = 0; n < DQ_COLUMNS / 8; n++) {
+                const float4 numbers = make_float4(dQ[4 * n], dQ[4 * n + 1], dQ[4 * n + 2], dQ[4 * n + 3]);
+                float4* const sums = to + patch * (PATCH / LANE_NUMBERS) + n * WARP_LANES;
+                if (stores)
+                    *sums = numbers;
+                else
+                    atomicAdd(sums, numbers);
+            }
         }
+        if (STORES && left == 1 && blocks == to_be_stored)
+            pass(steps);
         to += BLOCK;
         if (--left == 0)
             left = blocks, to += (blocks_of_head(call) - blocks) * BLOCK;

@@ -150,6 +150,13 @@ __device__ __forceinline__ void add_bulk(float* to, const void* from, int bytes)
                  ::"l"(__cvta_generic_to_global(to)), "r"(shared_address(from)), "r"(bytes) : "memory");
 }
 
+// Or are stored there.
+__device__ __forceinline__ void store_bulk(float* to, const void* from, int bytes)
+{
+    asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;"
+                 ::"l"(__cvta_generic_to_global(to)), "r"(shared_address(from)), "r"(bytes) : "memory");
+}
+
 // bytes / 16 vectors of device memory come to shared memory, and count at the barrier.
 __device__ __forceinline__ void copy_bulk(void* to, const void* from, Barrier* barrier, int bytes)
 {
