@@ -18,6 +18,7 @@ WGMMA_THREADS = 384  # a warpgroup that copies, two that compute
 WARPGROUP = 128  # APART: one more, for dQ
 WIDE_THREADS = 512  # one that copies, three that compute
 SECTION_BYTES = 32 << 20  # of L2, for the heads whose keys are taken in turn
+SECTION_STORED = 16 << 20  # the same where the first dQ is stored
 COUNTERS = 64  # a multiple of so many lies before dQ's sums
 FINISHED_ROWS = 64  # of dQ, which a warp writes at once
 DETERMINISTIC_MORE = 4  # times that
@@ -101,7 +102,8 @@ def _wgmma(problem: Problem, tiles: Tiles, x: Operands, grads: dict[str, Target]
 def _schedule(problem: Problem, tiles: Tiles, key_blocks: int) -> dict[str, int]:
     """In which order blocks of threads come, and how far ahead and behind they work, in whole sections of heads: as
     many as there are of them where they do not, as kernels of their own then do it for all."""
-    section, total = _section(problem), key_blocks * problem.B * problem.Hkv
+    stores = bool(dict(tiles.constants).get("STORES"))
+    section, total = _section(problem, stores), key_blocks * problem.B * problem.Hkv
     if not tiles.lag:
         return {"section": section, "ahead": total, "behind": total}
     section = min(section, max(tiles.lag // key_blocks, 1))
@@ -110,7 +112,7 @@ def _schedule(problem: Problem, tiles: Tiles, key_blocks: int) -> dict[str, int]
     return {"section": section, "ahead": ahead, "behind": total - (total - ahead) // at_once * at_once}
 
 
-def _section(problem: Problem) -> int:
+def _section(problem: Problem, stores: bool) -> int:
     """How many K/V heads have their keys taken in turn, long columns first: as many as L2 can hold; 1: no band.
 
     Deterministic, blocks of keys of one head wait for each other: so heads are taken in turn without a band, too, and
@@ -121,7 +123,8 @@ def _section(problem: Problem) -> int:
         return 1
     rows = problem.Tk + problem.group * problem.Tq
     nbytes = rows * (problem.d + problem.dv) * 2 + problem.group * problem.Tq * problem.d * 4
-    heads = SECTION_BYTES * (DETERMINISTIC_MORE if band and problem.deterministic else 1) // nbytes
+    whole = SECTION_STORED if stores else SECTION_BYTES
+    heads = whole * (DETERMINISTIC_MORE if band and problem.deterministic else 1) // nbytes
     return max(min(heads, problem.B * problem.Hkv), 1)
 
 
