@@ -17,6 +17,7 @@ from test_cupy_raw_offline import Array, Device
 
 from rawflash import arrays, tiling
 from rawflash.backends.cupy_raw import compile as compiler
+from rawflash.backends.cupy_raw import launch
 
 SUMMARIES = {
     "========= ERROR SUMMARY: 0 errors": 0,
@@ -94,6 +95,30 @@ def test_dq_and_no_other_result_is_nan_before_kernels_write_it(monkeypatch, plan
         moved = gpu.on_gpu(case)
         moved.backward(*moved.forward())
     assert [nbytes for value, nbytes in filled if value == 0xFF] == [case.q.nbytes]
+
+
+@pytest.mark.parametrize("name", ["warpgroups, causal", "warpgroups, causal, d = 128", "warpgroups, sums cleared"])
+def test_sums_are_nan_before_the_first_is_stored(name, monkeypatch, plans):
+    """And are cleared where they are added to; what is counted is 0 in any case."""
+    sanitize.plan_for(name)
+    monkeypatch.setattr(gpu, "to_kind", lambda array, kind: Array(array.shape, array.dtype))
+    case, filled, make = sanitize.cases()[name], [], Array.__init__
+
+    def noting(array, *arguments):
+        make(array, *arguments)
+        array.data.memset_async = lambda value, nbytes: filled.append((value, nbytes))
+
+    monkeypatch.setattr(Array, "__init__", noting)
+    monkeypatch.setattr(launch.Launcher, "workspace", sanitize.nan_where_stored)
+    with Device("sm_90a").current():
+        moved = gpu.on_gpu(case)
+        moved.backward(*moved.forward())
+    heads, rows = case.q.shape[1], case.q.shape[2]
+    sums = max(nbytes for _, nbytes in filled)
+    assert sums >= heads * rows * case.q.shape[3] * 4
+    value = 0 if "cleared" in name else 0xFF
+    assert (value, sums) in filled and (255 - value, sums) not in filled
+    assert [n for fill, n in filled if fill == 0] == ([sums] if "cleared" in name else [256])
 
 
 @pytest.mark.parametrize("change", [lambda x: 1.01 * x, lambda x: np.where(x == 3, np.inf, x), lambda x: x - np.nan])
