@@ -111,13 +111,18 @@ class Ours(Runner):
         return options
 
     def arrays(self, x: Inputs) -> Inputs:
-        """The arrays that go in: on a GPU CuPy's, of the same memory."""
+        """The arrays that go in: NumPy's, on a GPU CuPy's, of the same memory."""
         if self.device == "cpu":
-            return x
-        import cupy
+            from rawflash.arrays import as_numpy
 
-        q, k, v, dout = (a if a is None else cupy.from_dlpack(a) for a in (x.q, x.k, x.v, x.dout))
-        return Inputs(q, k, v, dout, tuple(cupy.from_dlpack(a) for a in x.blocks))
+            def taken(a: Any) -> Any:
+                return as_numpy("an input", a)
+        else:
+            import cupy
+
+            taken = cupy.from_dlpack
+        q, k, v, dout = (a if a is None else taken(a) for a in (x.q, x.k, x.v, x.dout))
+        return Inputs(q, k, v, dout, tuple(taken(a) for a in x.blocks))
 
     def prepare(self, case: Case, x: Inputs) -> Call:
         import rawflash as rf

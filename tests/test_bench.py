@@ -7,6 +7,7 @@ import sys
 import time
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 import rawflash as rf
@@ -509,6 +510,18 @@ def test_quick_without_torch(tiny, tmp_path, monkeypatch):
     assert run.main(["--quick", "--out", str(out)]) == 0
     made = record.read(out)
     assert "not loaded" in made["peers"]["torch-cpu"] and "burst_us" in made["rows"][0]["runners"]["numba_cpu"]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_ours_has_arrays_of_numpy_on_a_cpu(dtype):
+    """Of the memory that peers have as tensors."""
+    case = replace(TINY, dtype=dtype)
+    x = inputs.make(case)
+    taken = peers.Ours("numba_cpu").arrays(x)
+    for name in "qkv":
+        given, array = getattr(x, name), getattr(taken, name)
+        address = given.ctypes.data if isinstance(given, np.ndarray) else given.data_ptr()  # there may be no PyTorch
+        assert type(array) is np.ndarray and array.dtype.name == dtype and array.ctypes.data == address
 
 
 def test_nothing_of_ours_is_a_failure(tiny, tmp_path):
