@@ -898,12 +898,12 @@ def _key_on_cpu(given: Mapping[str, Any]) -> tuple[Any, ...] | None:
         cls = type(value)
         if cls is np.ndarray and name in _MATRICES + _STATISTICS:
             parts += name, value.shape, value.strides, value.dtype, value.flags.num
+        elif name in _LENGTHS and cls in (np.ndarray, tuple, list, int):
+            parts += name, cls
         elif cls in _PLAIN:
             if name != "seed":
                 parts += name, cls, value
-        elif name in _LENGTHS and cls in (np.ndarray, tuple, list):
-            parts.append(name)
-        elif name in ("window", "wrt") and cls in (tuple, list):
+        elif name in ("window", "wrt") and cls in (tuple, list) and _PLAIN.issuperset(map(type, value)):
             parts += name, _content(value)
         else:
             return None

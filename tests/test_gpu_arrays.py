@@ -9,6 +9,7 @@ of the device, its memory the host's, so that copies, results and ``merge_attent
 """
 
 import dataclasses
+import enum
 import gc
 import itertools
 import sys
@@ -382,6 +383,33 @@ def test_lengths_and_seeds_are_those_of_the_call():
             step([5, 2], [7, 0], [1, -3], seed)
     with pytest.raises(rf.ProblemError, match="kv_lengths is a GPU array"):
         step([5, 2], CuPy(np.array([7, 0])), [1, -3])
+
+
+def test_what_is_no_plain_number_or_word_is_not_remembered_on_the_host():
+    """Of tuples, too: numbers of a class of its own, which hold more than a key could tell."""
+    class Width(enum.IntEnum):
+        SHORT, LONG = 1, 4
+
+    class Of(str, enum.Enum):
+        Q, K = "q", "k"
+
+    for width in Width:
+        assert check(**forward(window=(width, 0)))[0].window == (int(width), 0)
+    for name in Of:
+        assert check(**backward(wrt=(name,)))[1].wrt == (name.value,)
+    for wrong in (dict(window=(object(), 0)), dict(window=(1, 0.5)), dict(window=([1], 0))):
+        with pytest.raises(rf.ProblemError, match="window"):
+            check(**forward(**wrong))
+    assert not problem._MEMO
+    for width in (1, 4):
+        for window in ((width, 0), [width, 0]):
+            assert check(**forward(window=window))[0].window == (width, 0)
+    offsets = [check(**forward(q_offset=n))[1] for n in (3, 5, -2)]
+    assert [x.visibility.q_offset.tolist() for x in offsets] == [[3] * B, [5] * B, [-2] * B]
+    assert len(problem._MEMO) == 5 and offsets[0].memo is offsets[2].memo
+    for wrong in (True, 0.5, 1 << 62):
+        with pytest.raises(rf.ProblemError, match="q_offset"):
+            check(**forward(q_offset=wrong))
 
 
 def test_arrays_of_an_earlier_call_are_given_back():

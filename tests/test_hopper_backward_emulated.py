@@ -313,10 +313,11 @@ def test_sections_of_heads(monkeypatch, device_by_name, taken):
 def check_sections(monkeypatch, taken, Tk, d, nbytes):
     """More heads than L2 can hold: the last section has fewer of them."""
     case = make(B=3, Hq=2, Tq=40, Tk=Tk, d=d, dtype="bfloat16", causal=True)
-    monkeypatch.setattr(fa2_backward, "SECTION_BYTES", nbytes)
+    for name in ("SECTION_BYTES", "SECTION_STORED"):
+        monkeypatch.setattr(fa2_backward, name, nbytes)
     sections = []
     section = fa2_backward._section
-    monkeypatch.setattr(fa2_backward, "_section", lambda problem: sections.append(section(problem)) or sections[-1])
+    monkeypatch.setattr(fa2_backward, "_section", lambda *of: sections.append(section(*of)) or sections[-1])
     check(case, case.reference())
     assert taken and 1 < sections[0] < 6 and 6 % sections[0]
 
