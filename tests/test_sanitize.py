@@ -81,41 +81,41 @@ def test_calls_of_16_bits_go_where_their_names_say(name, monkeypatch, plans):
     assert ("constexpr int FUSED = 1;" in text) == name.startswith("warpgroups, rows of others")
 
 
-def test_dq_and_no_other_result_is_nan_before_kernels_write_it(monkeypatch, plans):
-    monkeypatch.setattr(gpu, "to_kind", lambda array, kind: Array(array.shape, array.dtype))
-    case, filled, make = sanitize.cases()["warpgroups, rows of others"], [], Array.__init__
+@pytest.fixture
+def fills(monkeypatch, plans):
+    """What the backward pass of a call fills, and with what: a function of the call's name."""
+    def of(name):
+        sanitize.plan_for(name)
+        with Device("sm_90a").current():
+            moved = gpu.on_gpu(sanitize.cases()[name])
+            result = moved.forward()
+            filled.clear()
+            moved.backward(*result)
+        return filled
 
     def noting(array, *arguments):
         make(array, *arguments)
         array.data.memset_async = lambda value, nbytes: filled.append((value, nbytes))
 
+    filled, make = [], Array.__init__
+    monkeypatch.setattr(gpu, "to_kind", lambda array, kind: Array(array.shape, array.dtype))
     monkeypatch.setattr(Array, "__init__", noting)
+    return of
+
+
+def test_dq_and_no_other_result_is_nan_before_kernels_write_it(monkeypatch, fills):
     monkeypatch.setattr(arrays.DeviceResult, "canonical", sanitize.nan_first)
-    with Device("sm_90a").current():
-        moved = gpu.on_gpu(case)
-        moved.backward(*moved.forward())
-    assert [nbytes for value, nbytes in filled if value == 0xFF] == [case.q.nbytes]
+    name = "warpgroups, rows of others"
+    assert [nbytes for value, nbytes in fills(name) if value == 0xFF] == [sanitize.cases()[name].q.nbytes]
 
 
 @pytest.mark.parametrize("name", ["warpgroups, causal", "warpgroups, causal, d = 128", "warpgroups, sums cleared"])
-def test_sums_are_nan_before_the_first_is_stored(name, monkeypatch, plans):
+def test_sums_are_nan_before_the_first_is_stored(name, monkeypatch, fills):
     """And are cleared where they are added to; what is counted is 0 in any case."""
-    sanitize.plan_for(name)
-    monkeypatch.setattr(gpu, "to_kind", lambda array, kind: Array(array.shape, array.dtype))
-    case, filled, make = sanitize.cases()[name], [], Array.__init__
-
-    def noting(array, *arguments):
-        make(array, *arguments)
-        array.data.memset_async = lambda value, nbytes: filled.append((value, nbytes))
-
-    monkeypatch.setattr(Array, "__init__", noting)
     monkeypatch.setattr(launch.Launcher, "workspace", sanitize.nan_where_stored)
-    with Device("sm_90a").current():
-        moved = gpu.on_gpu(case)
-        moved.backward(*moved.forward())
-    heads, rows = case.q.shape[1], case.q.shape[2]
+    filled, q = fills(name), sanitize.cases()[name].q
     sums = max(nbytes for _, nbytes in filled)
-    assert sums >= heads * rows * case.q.shape[3] * 4
+    assert sums >= q.size * 4
     value = 0 if "cleared" in name else 0xFF
     assert (value, sums) in filled and (255 - value, sums) not in filled
     assert [n for fill, n in filled if fill == 0] == ([sums] if "cleared" in name else [256])

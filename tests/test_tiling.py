@@ -543,6 +543,20 @@ def on_warpgroups(**more):
     return plan_tiles(problem(**(WGMMA | more)), H200, "forward")
 
 
+@pytest.mark.parametrize("more, stores", [
+    ({}, True), (dict(d=64, dv=64), True), (dict(dv=64), True), (dict(causal=False, window=(None, 3)), True),
+    (dict(window=(None, 9)), True), (dict(Tq=1), True), (dict(Tk=600), False), (dict(Tq=513), False),
+    (dict(window=(50, None)), False), (dict(causal=False), False), (dict(causal=False, window=(50, 3)), False),
+    (dict(ragged=True), False), (dict(varlen=True), False), (dict(deterministic=True), False), (dict(d=64), False),
+])  # fmt: skip
+def test_calls_whose_first_dQ_is_stored(more, stores):
+    """Short ones whose band has no lower end: where it has one, and with lengths, who comes first is not known."""
+    for heads in (32, 512):
+        asked = problem(**WGMMA | dict(B=1, Hq=heads, Hkv=heads, T=512, d=128, dv=128, causal=True) | more)
+        tiles = plan_tiles(asked, H200, "backward")
+        assert tiles.family == "wgmma" and dict(tiles.constants)["STORES"] == stores
+
+
 @pytest.mark.parametrize("d, dv, shape, buffers, own", [
     (64, 64, (256, 64), 2, True),
     (8, 40, (256, 64), 2, True),
