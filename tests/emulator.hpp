@@ -52,6 +52,7 @@ template <class T> inline T __ldg(const T* p) { return *p; }
 template <class T> inline T __ldcg(const T* p) { return *p; }
 inline long long in_register(long long x) { return x; }
 inline unsigned once_more(unsigned x) { return x; }
+template <class T> inline T* computed_here(T* x) { return x; }
 inline unsigned count_and_see(unsigned* p, unsigned most) { const unsigned x = *p; *p = x >= most ? 0 : x + 1; return x; }
 template <class T, class X> inline T atomicAdd(T* p, X x) { const T old = *p; *p += x; return old; }
 inline float2 atomicAdd(float2* p, float2 x) { const float2 old = *p; p->x += x.x, p->y += x.y; return old; }
@@ -289,6 +290,14 @@ inline void ask_for_memory(const void* from, int bytes)  // it must be there
         fprintf(stderr, "%d bytes asked for at %p\n", bytes, from), abort();
     std::vector<char> read(bytes);
     memcpy(read.data(), from, bytes);
+}
+
+inline uint2 load_words(const void* from, int bytes)
+{
+    uint2 x = {0, 0};
+    if (bytes != 0)
+        memcpy(&x.x, from, 4), memcpy(&x.y, (const char*)from + (bytes == 8 ? 4 : 0), 4);
+    return x;
 }
 
 template <int WARPS> inline void sync_group()

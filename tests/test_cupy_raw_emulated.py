@@ -1127,12 +1127,13 @@ def decode_on_device(case, tables_on_device, **options):
     return [np.asarray(result) for result in results]
 
 
-GUESS = "sequence<true>(call, b);"
+GUESS = "sequence(call, b, believed);"
 WRONG = {  # what lengths and tables were when kernels that write them had not ended
     "shorter": (GUESS, GUESS + "s.kv_length = s.kv_length / 3; s.offset = s.kv_length - s.q_length;"),
     "longer": (GUESS, GUESS + "s.kv_length = call.Tk; s.offset = s.kv_length - s.q_length;"),
     "one less": (GUESS, GUESS + "s.kv_length = most(s.kv_length - 1, 0); s.offset = s.kv_length - s.q_length;"),
     "none": (GUESS, GUESS + "s.kv_length = 0; s.offset = -s.q_length;"),
+    "fewer rows": (GUESS, GUESS + "s.q_length -= 1;"),
     "other blocks": ("now = known(block_of<true>", "now = 1 ^ known(block_of<true>"),
     "no blocks": ("now = known(block_of<true>", "now = NONE | known(block_of<true>"),
 }
@@ -1179,6 +1180,7 @@ KEPT = {  # conditions that what was asked for is wanted: a guess and a call whe
     "distance == stride": (WRONG["shorter"], dict(lengths=(645, 300), d=16, dv=128), 132),  # others tell of long queues
     "end <= high": ((GUESS, FEWER % 8), dict(lengths=(512, 384, 256)), 1),  # a last step that was not a whole one
     "end <= j_high": (WRONG["longer"], dict(lengths=(645, 300, 7)), 1),
+    "rows_before == s.q_length": (WRONG["fewer rows"], dict(lengths=(645, 300, 7)), 1),
     "found == now": (SECOND_BLOCK, dict(lengths=(645, 300, 7), page=16), 1),
 }
 

@@ -460,6 +460,32 @@ def test_few_rows_of_16_bits_run_on_tensor_cores(arch, tmp_path):
     assert found["HMMA"] == 2 * 4 * 2 + 16 and found["LDGSTS"] >= 16
 
 
+@pytest.mark.parametrize("options", ["plain", "paged", "17 rows"])
+@pytest.mark.parametrize("d", [64, 128, 256])
+def test_few_rows_ask_for_Q_before_keys_and_wait_for_no_length(d, options, tmp_path):
+    """What is asked for behind a queue of copies comes microseconds later. So, from the place where kernels before have
+    ended to the first copy: lengths, each in two words that nothing looks at, then Q; and little arithmetic."""
+    pytest.importorskip("cupy")
+    if (d, options) == (256, "17 rows"):
+        pytest.skip("no case of the table")
+    (program,) = programs(Case("sm_90a", DECODE, "float16", d, options))
+    file = tmp_path / "kernel.cubin"
+    file.write_bytes(compiler.compile_log(program.text, program.arch)[0])
+    code = subprocess.run([disassembler(), "-c", file], capture_output=True, text=True, check=True, timeout=120).stdout
+    begun = code[code.index("ACQBULK") : code.index("LDGSTS")]
+    loads = re.findall(r"\b(LDG\.E[\w.]*) (R\d+),", begun)
+    lengths = [register for name, register in loads if name == "LDG.E.STRONG.GPU"]
+    assert len(lengths) == len(set(lengths)) == 2 * 2  # of keys and an offset; no table has q_lengths here
+    # No instruction of the way to the copies has one of them as an operand
+    for register in lengths:
+        behind = begun[begun.index(f"LDG.E.STRONG.GPU {register},") :].split(";")[1:]
+        assert not [line for line in behind if re.search(rf"(?<!\w){register}\b", line)], register
+    eights = 4 if options == "17 rows" else 1  # of rows
+    assert sum(name.startswith("LDG.E.128") for name, _ in loads) == eights * d // 32
+    assert not re.findall(r"LDG\.E\.128", code[code.index("LDGSTS") : code.index("HMMA")])
+    assert begun.count(";") < (170 if options == "plain" else 300)
+
+
 def instructions(program, kernel, tmp_path):
     """How often each instruction stands in a kernel, without its modifiers."""
     file = tmp_path / "kernel.cubin"

@@ -514,7 +514,7 @@ def test_queues_of_few_rows_are_longer_where_a_multiprocessor_has_one_block():
         assert tiles.resident[0].name == "K or V"
         return tiles.resident[0].bytes
 
-    assert queue(B=16, d=128, dv=128) == queue(B=1, d=128, dv=128) == 160 << 10
+    assert queue(B=16, d=128, dv=128) == queue(B=1, d=128, dv=128) == 128 << 10
     assert queue(B=16, d=64, dv=64) == tiling.FEW_MMA_UNITS_ALONE * (16 << 10)
     assert queue(B=64, d=128, dv=128) == tiling.FEW_MMA_UNITS * (32 << 10) and queue(B=64, d=64, dv=64) == 64 << 10
 

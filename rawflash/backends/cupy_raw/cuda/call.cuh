@@ -67,16 +67,16 @@ template <bool EARLY = false, class Number> __device__ __forceinline__ Number nu
     return EARLY ? __ldcg(place) : *place;
 }
 
-template <bool EARLY = false> __device__ __forceinline__ long long entry(const Table& table, long long b, long long otherwise)
+__device__ __forceinline__ long long entry(const Table& table, long long b, long long otherwise)
 {
     if (table.bytes == 8)
-        return number_at<EARLY>((const long long*)table.data + b);
+        return number_at((const long long*)table.data + b);
     if (table.bytes == 4)
-        return number_at<EARLY>((const int*)table.data + b);
+        return number_at((const int*)table.data + b);
     return otherwise;
 }
 
-template <bool EARLY = false> __device__ __forceinline__ Sequence sequence(const Call& call, long long b)
+__device__ __forceinline__ Sequence sequence(const Call& call, long long b)
 {
     Sequence s;
     s.b = b;
@@ -89,12 +89,36 @@ template <bool EARLY = false> __device__ __forceinline__ Sequence sequence(const
     } else {
         s.slot = b;
         s.q_start = s.k_start = 0;
-        s.q_length = clamp(entry<EARLY>(call.q_lengths, b, call.Tq), 0, call.Tq);
-        s.kv_length = clamp(entry<EARLY>(call.kv_lengths, b, call.Tk), 0, call.Tk);
+        s.q_length = clamp(entry(call.q_lengths, b, call.Tq), 0, call.Tq);
+        s.kv_length = clamp(entry(call.kv_lengths, b, call.Tk), 0, call.Tk);
     }
     const long long given = call.offset_given ? call.offset : s.kv_length - s.q_length;
-    s.offset = clamp(entry<EARLY>(call.q_offset, b, given), -FARTHEST, FARTHEST);
+    s.offset = clamp(entry(call.q_offset, b, given), -FARTHEST, FARTHEST);
     return s;
+}
+
+// The same of arrays that are not packed, asked for now and looked at later: what tables say, as it lies in memory, none of it waiting for the other.
+// Not from L1, where it would stay: others may be writing the tables.
+struct Asked {
+    uint2 q_length, kv_length, offset;
+};
+
+__device__ __forceinline__ Asked ask_for_sequence(const Call& call, long long b)
+{
+    auto words = [&](const Table& table) { return load_words((const char*)table.data + b * table.bytes, (int)table.bytes); };
+    return {words(call.q_lengths), words(call.kv_lengths), words(call.q_offset)};
+}
+
+__device__ __forceinline__ Sequence sequence(const Call& call, long long b, const Asked& asked)
+{
+    auto number = [](const Table& table, uint2 words, long long otherwise) {
+        const long long wide = (long long)((unsigned long long)words.y << 32 | words.x);
+        return table.bytes == 8 ? wide : table.bytes == 4 ? (int)words.x : otherwise;
+    };
+    const long long q_length = clamp(number(call.q_lengths, asked.q_length, call.Tq), 0, call.Tq);
+    const long long kv_length = clamp(number(call.kv_lengths, asked.kv_length, call.Tk), 0, call.Tk);
+    const long long given = call.offset_given ? call.offset : kv_length - q_length;
+    return {b, b, 0, 0, q_length, kv_length, clamp(number(call.q_offset, asked.offset, given), -FARTHEST, FARTHEST)};
 }
 
 // Where key j of a sequence lies. A paged cache (PAGE keys a block) has it in a block that the table names; a block outside the cache is

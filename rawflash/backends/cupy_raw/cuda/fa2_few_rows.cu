@@ -39,7 +39,6 @@ static_assert(HALVES == 2 || M == 1, "rows of a product, of which the second eig
 constexpr int MERGED = 4;  // neighbouring columns that a lane merges
 constexpr int MOST_PARTS = 64;
 constexpr int EARLY = 16;    // parts whose O is asked for before their weights are known
-constexpr long long FEW_STEPS = 16;  // of a warp
 constexpr unsigned NONE = ~0u;  // no block of the cache
 constexpr bool IN_ONE_BLOCK = PAGE && PAGE % STEP == 0;  // the keys of a step
 
@@ -62,6 +61,13 @@ __device__ __forceinline__ int value_slot(int r, int x)
 }
 
 // A row of a block: query i of a head; rows that only fill the block up do not exist.
+struct Query {
+    unsigned h;
+    long long i;
+    bool exists;
+};
+
+// The same, with what scores and results want to know of the head.
 struct Row {
     Head at;
     long long i;
@@ -133,7 +139,9 @@ __device__ __forceinline__ void ask_for_first_rows(const Call& call, unsigned b,
 __device__ __forceinline__ int parts_of(const Call& call, int j_low, int j_high)
 {
     const unsigned turns = (unsigned)(most(j_high - j_low, 0) + TURN - 1) / TURN, least_turns = (unsigned)call.part_keys / TURN;
-    return (int)clamp(turns / least_turns, 1, call.parts);
+    if (turns >= least_turns * (unsigned)call.parts)  // which needs no division
+        return (int)call.parts;
+    return (int)most(turns / least_turns, 1);
 }
 
 __device__ __forceinline__ long long rows_of_part(const Call& call) { return call.B * call.Hq * call.Tq; }
@@ -249,14 +257,50 @@ extern "C" __global__ void __launch_bounds__(THREADS) fa2_few_rows(const __grid_
     extern __shared__ __align__(VECTOR_BYTES) unsigned char on_chip[];
     const int lane = threadIdx.x % WARP_SIZE, warp = threadIdx.x / WARP_SIZE, g = lane / 4, t = lane % 4;
     const unsigned row_blocks = (unsigned)call.blocks, most_parts = (unsigned)call.parts, heads = (unsigned)call.Hkv, queries = (unsigned)call.Tq;
-    const unsigned row_block = blockIdx.x % row_blocks, bh = blockIdx.x / row_blocks / most_parts;
-    const int part = (int)(blockIdx.x / row_blocks % most_parts);
-    const unsigned b = bh / heads, h_kv = bh % heads, group = (unsigned)call.Hq / heads;
+    unsigned row_block = 0, bh = blockIdx.x;
+    int part = 0;
+    if (row_blocks > 1)  // divisions take as long as rows from L2
+        row_block = bh % row_blocks, bh /= row_blocks;
+    if (most_parts > 1)
+        part = (int)(bh % most_parts), bh /= most_parts;
+    const unsigned b = bh / heads, h_kv = bh - b * heads;
 
     // Which keys are a warp's: lengths say it, and of a paged cache the table says where they lie. Kernels before this one may be writing both, and
     // end now: they are read as they are, and believed until rows have been asked for by them.
     let_next_grid_begin();
-    Sequence s = sequence<true>(call, b);
+    const Asked believed = ask_for_sequence(call, b);
+
+    // What does not depend on them is computed while they are on their way. The queue: 16 rows of K, then of V, and so on
+    Piece* const queue = (Piece*)on_chip + warp * UNITS * SLOTS * WARP_SIZE;
+    const Copies<D, 4 * PIECES_D> of_K(key_slot);
+    const Copies<DV, 8 * PIECES_V> of_V(value_slot);
+    const long long entry_of_arrays = PAGE ? 0 : b;  // a block of a paged cache adds its own
+    const elem* const from_K = computed_here(row_of(call.k, entry_of_arrays, h_kv, of_K.row) + 8 * of_K.piece);
+    const elem* const from_V = computed_here(row_of(call.v, entry_of_arrays, h_kv, of_V.row) + 8 * of_V.piece);
+    const long long row_K = in_register(call.k.row), row_V = in_register(call.v.row);
+    const long long block_K = PAGE ? in_register(call.k.batch) : 0, block_V = PAGE ? in_register(call.v.batch) : 0;
+    const unsigned group = (unsigned)call.Hq / heads;
+    auto query_of = [&](int n) {
+        const unsigned row = row_block * BR + n, of_group = queries == 1 ? row : row / queries;
+        const bool exists = row < group * queries;
+        return Query{h_kv * group + (exists ? of_group : 0), exists ? row - of_group * queries : 0, exists};
+    };
+    const elem* from_Q[M][HALVES];
+    int of_head[M][HALVES];  // which row of a head it is; those that do not exist come behind all
+#pragma unroll
+    for (int r = 0; r < M; r++)
+#pragma unroll
+        for (int half = 0; half < HALVES; half++) {
+            const Query query = query_of(16 * r + 8 * half + g);
+            from_Q[r][half] = computed_here(row_of(call.q, b, query.h, query.i) + 8 * t);
+            of_head[r][half] = query.exists ? (int)query.i : (int)call.Tq;
+        }
+
+    Sequence s = sequence(call, b, believed);
+    auto row_at = [&](int n) {
+        const Query query = query_of(n);
+        return Row{head(call, s, query.h), query.i, query.exists};
+    };
     int j_low, j_high, parts, stride, first_of_warp;
     auto share_out = [&]() {
         seen_keys(call, s, j_low, j_high);
@@ -277,19 +321,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) fa2_few_rows(const __grid_
     unsigned block = NONE, now = NONE;
     if (IN_ONE_BLOCK && step_of_lane(asked_for) < j_high)
         now = known(block_of<true>(call, b, step_of_lane(asked_for)));
-    if (call.Tk <= FEW_STEPS * stride)  // more of them have memory busy to the end
-        ask_for_first_rows(call, b, h_kv, first_of_warp, j_high, __shfl_sync(WARP, now, 0));
-    await_grids_before();
+    ask_for_first_rows(call, b, h_kv, first_of_warp, j_high, __shfl_sync(WARP, now, 0));
 
-    // The queue: 16 rows of K, then of V, and so on
-    Piece* const queue = (Piece*)on_chip + warp * UNITS * SLOTS * WARP_SIZE;
-    const Copies<D, 4 * PIECES_D> of_K(key_slot);
-    const Copies<DV, 8 * PIECES_V> of_V(value_slot);
-    const long long entry_of_arrays = PAGE ? 0 : b;  // a block of a paged cache adds its own
-    const elem* const from_K = row_of(call.k, entry_of_arrays, h_kv, of_K.row) + 8 * of_K.piece;
-    const elem* const from_V = row_of(call.v, entry_of_arrays, h_kv, of_V.row) + 8 * of_V.piece;
-    const long long row_K = in_register(call.k.row), row_V = in_register(call.v.row);
-    const long long block_K = PAGE ? in_register(call.k.batch) : 0, block_V = PAGE ? in_register(call.v.batch) : 0;
     table_entry next;
     auto ask_for = [&](bool values, int unit) {
         bool there = false;
@@ -333,23 +366,50 @@ extern "C" __global__ void __launch_bounds__(THREADS) fa2_few_rows(const __grid_
         }
         commit_group();
     };
+    // It is asked for before K and V: what comes behind them arrives when all of the queue has
+    Piece Q[M][HALVES][PIECES_D];
+    auto load_Q = [&]() {
+#pragma unroll
+        for (int r = 0; r < M; r++)
+#pragma unroll
+            for (int half = 0; half < HALVES; half++)
+#pragma unroll
+                for (int x = 0; x < PIECES_D; x++) {
+                    const elem* const from = from_Q[r][half] + 32 * x;
+                    Piece piece = {};
+                    if (of_head[r][half] < s.q_length) {
+                        if (ALIGNED && 32 * x + 8 * t < D) {
+                            piece = *reinterpret_cast<const Piece*>(from);
+                        } else if (!ALIGNED) {
+#pragma unroll
+                            for (int n = 0; n < 8; n++)
+                                piece.x[n / 2] |= (32 * x + 8 * t + n < D ? (unsigned)from[n] : 0u) << 16 * (n % 2);
+                        }
+                    }
+                    Q[r][half][x] = piece;
+                }
+    };
     constexpr int BEGUN = UNITS / 2;  // steps whose K is asked for
+    await_grids_before();
 #pragma unroll 1
     for (;;) {
         // All that was believed is read once more, at one time
-        const Sequence truth = sequence(call, b);
+        const Asked asked = ask_for_sequence(call, b);
         unsigned found = known(look_up(first_of_warp));
         if (part < parts) {
+            load_Q();
+            __syncwarp();  // in this order, which the compiler would change
 #pragma unroll
             for (int unit = 0; unit < UNITS - 1; unit++)
                 ask_for(unit % 2, unit);
         }
         // Whole steps, of the same blocks, are what was wanted even if there are more keys now, or fewer
         const int first = first_of_warp, distance = stride, end = first + (BEGUN - 1) * distance + STEP, high = j_high;
-        s = truth;
+        const long long rows_before = s.q_length;
+        s = sequence(call, b, asked);
         share_out();
         const bool same_steps = first == first_of_warp && distance == stride;
-        const bool kept = same_steps && (high == j_high || (end <= high && end <= j_high)) && (lane >= BEGUN || found == now);
+        const bool kept = rows_before == s.q_length && same_steps && (high == j_high || (end <= high && end <= j_high)) && (lane >= BEGUN || found == now);
         if (!same_steps || high != j_high)
             found = known(look_up(first_of_warp));
         now = found, next = look_up(first_of_warp + WARP_SIZE * stride);
@@ -361,41 +421,23 @@ extern "C" __global__ void __launch_bounds__(THREADS) fa2_few_rows(const __grid_
     if (part >= parts)
         return;
 
-    // Load Q, whose rows are those of several heads
-    auto row_at = [&](int n) {
-        const unsigned row = row_block * BR + n;
-        const bool exists = row < group * queries;
-        return Row{head(call, s, h_kv * group + (exists ? row / queries : 0)), exists ? row % queries : 0, exists};
-    };
     Row rows[M][HALVES];
-    Piece Q[M][HALVES][Q_ON_CHIP ? 1 : PIECES_D];
-    Piece* const Q_tile = (Piece*)(on_chip + TILE_BYTES - Q_BYTES) + lane;
-    auto q_slot = [](int r, int half, int x) { return ((r * 2 + half) * PIECES_D + x) * WARP_SIZE; };
 #pragma unroll
     for (int r = 0; r < M; r++)
 #pragma unroll
-        for (int half = 0; half < HALVES; half++) {
-            const Row& row = rows[r][half] = row_at(16 * r + 8 * half + g);
-            const elem* const from = row_of(call.q, s.slot, row.at.h, row.i);
+        for (int half = 0; half < HALVES; half++)
+            rows[r][half] = row_at(16 * r + 8 * half + g);
+    Piece* const Q_tile = (Piece*)(on_chip + TILE_BYTES - Q_BYTES) + lane;
+    auto q_slot = [](int r, int half, int x) { return ((r * 2 + half) * PIECES_D + x) * WARP_SIZE; };
+    if (Q_ON_CHIP && warp == 0) {
 #pragma unroll
-            for (int x = 0; x < PIECES_D; x++) {
-                const int column = 32 * x + 8 * t;
-                Piece piece = {};
-                if (row.exists && row.i < s.q_length) {
-                    if (ALIGNED && column < D) {
-                        piece = *reinterpret_cast<const Piece*>(from + column);
-                    } else if (!ALIGNED) {
+        for (int r = 0; r < M; r++)
 #pragma unroll
-                        for (int n = 0; n < 8; n++)
-                            piece.x[n / 2] |= (column + n < D ? (unsigned)from[column + n] : 0u) << 16 * (n % 2);
-                    }
-                }
-                if constexpr (!Q_ON_CHIP)
-                    Q[r][half][x] = piece;
-                else if (warp == 0)
-                    Q_tile[q_slot(r, half, x)] = piece;
-            }
-        }
+            for (int half = 0; half < HALVES; half++)
+#pragma unroll
+                for (int x = 0; x < PIECES_D; x++)
+                    Q_tile[q_slot(r, half, x)] = Q[r][half][x];
+    }
 
     if constexpr (Q_ON_CHIP)
         __syncthreads();  // Q is there
@@ -432,7 +474,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) fa2_few_rows(const __grid_
                 Piece q[2] = {};
 #pragma unroll
                 for (int half = 0; half < HALVES; half++)
-                    q[half] = Q_ON_CHIP ? Q_tile[q_slot(r, half, x)] : Q[r][half][Q_ON_CHIP ? 0 : x];
+                    q[half] = Q_ON_CHIP ? Q_tile[q_slot(r, half, x)] : Q[r][half][x];
 #pragma unroll
                 for (int y = 0; y < 4; y += 2)
 #pragma unroll

@@ -87,6 +87,14 @@ __device__ __forceinline__ unsigned once_more(unsigned x)
     return x;
 }
 
+// The same address in device memory, which is computed here, and not where it is needed.
+template <class T> __device__ __forceinline__ T* computed_here(T* x)
+{
+    unsigned long long address = __cvta_generic_to_global(x);
+    asm volatile("" : "+l"(address));
+    return (T*)__cvta_global_to_generic(address);
+}
+
 // ---- grids one behind the other (sm_90 and later): load() in compile.py ------------------------------------------------------------
 
 // The grid behind this one may take the room that this one's blocks leave, once all of them have come here.
@@ -111,6 +119,17 @@ __device__ __forceinline__ void ask_for_memory(const void* from, int bytes)
 #if __CUDA_ARCH__ >= 900
     asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(__cvta_generic_to_global(from)), "r"(bytes) : "memory");
 #endif
+}
+
+// The first and the last four bytes of a number of 4 or 8, past L1; of one that has none, zeros. They may be on their way yet: no branch that ends
+// with a conversion waits for them.
+__device__ __forceinline__ uint2 load_words(const void* from, int bytes)
+{
+    uint2 x = {0, 0};
+    asm volatile("{\n\t.reg .pred exists;\n\tsetp.ne.s32 exists, %4, 0;\n\t"
+                 "@exists ld.global.cg.u32 %0, [%2];\n\t@exists ld.global.cg.u32 %1, [%3];\n\t}"
+                 : "+r"(x.x), "+r"(x.y) : "l"(from), "l"((const char*)from + (bytes == 8 ? 4 : 0)), "r"(bytes) : "memory");
+    return x;
 }
 
 // What the counter was; then it is one more, or 0 after `most`. Whoever sees this count sees all that was written before it: by this thread,
