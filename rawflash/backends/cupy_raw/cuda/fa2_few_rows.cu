@@ -39,6 +39,8 @@ static_assert(HALVES == 2 || M == 1, "rows of a product, of which the second eig
 constexpr int MERGED = 4;  // neighbouring columns that a lane merges
 constexpr int MOST_PARTS = 64;
 constexpr int EARLY = 16;    // parts whose O is asked for before their weights are known
+constexpr long long FEW_STEPS = 16;  // of a warp: more have memory busy to the end
+constexpr int EARLY_STEPS = 2;       // of few, whose rows are asked for before kernels before this one have ended
 constexpr unsigned NONE = ~0u;  // no block of the cache
 constexpr bool IN_ONE_BLOCK = PAGE && PAGE % STEP == 0;  // the keys of a step
 
@@ -122,12 +124,12 @@ __device__ __forceinline__ void seen_keys(const Call& call, const Sequence& s, i
     }
 }
 
-// Ask for the rows that a warp reads first at L2, which sees what others write to them. Half of the lanes for K, half for V.
-__device__ __forceinline__ void ask_for_first_rows(const Call& call, unsigned b, unsigned h_kv, int first_of_warp, int j_high, unsigned block)
+// Ask for the rows of a step of a warp at L2, which sees what others write to them. Half of the lanes for K, half for V.
+__device__ __forceinline__ void ask_for_rows(const Call& call, unsigned b, unsigned h_kv, int first, int j_high, unsigned block)
 {
     static_assert(WARP_SIZE == 2 * STEP, "a row for each lane");
     constexpr bool WHOLE = ALIGNED && D % 8 == 0 && DV % 8 == 0;  // rows of whole 16 bytes
-    const long long j = first_of_warp + threadIdx.x % STEP;
+    const long long j = first + threadIdx.x % STEP;
     if (!WHOLE || j >= j_high || (PAGE && block == NONE))
         return;
     const bool values = threadIdx.x % WARP_SIZE >= STEP;
@@ -321,7 +323,10 @@ extern "C" __global__ void __launch_bounds__(THREADS) fa2_few_rows(const __grid_
     unsigned block = NONE, now = NONE;
     if (IN_ONE_BLOCK && step_of_lane(asked_for) < j_high)
         now = known(block_of<true>(call, b, step_of_lane(asked_for)));
-    ask_for_first_rows(call, b, h_kv, first_of_warp, j_high, __shfl_sync(WARP, now, 0));
+    if (call.Tk <= FEW_STEPS * stride)
+#pragma unroll
+        for (int n = 0; n < EARLY_STEPS; n++)
+            ask_for_rows(call, b, h_kv, first_of_warp + n * stride, j_high, __shfl_sync(WARP, now, n));
 
     table_entry next;
     auto ask_for = [&](bool values, int unit) {
