@@ -6,6 +6,7 @@ every run; "thorough", at least 500 problems.
 """
 
 import os
+import sys
 import time
 from itertools import product
 from pathlib import Path
@@ -17,6 +18,7 @@ from hypothesis import HealthCheck, settings
 from strategies import DTYPES
 
 import rawflash as rf
+from rawflash import arrays
 
 DEFAULT = "not gpu and not emulated and not simulated"  # what runs where no marker is asked for, see setup.cfg
 EXAMPLES = int(os.environ.get("RAWFLASH_EXAMPLES", "30"))
@@ -105,6 +107,17 @@ def _compile(direction, dtype):
 def no_earlier_calls(monkeypatch):
     """What one test's calls were planned with (tables, chips) is nothing to the next."""
     monkeypatch.setattr("rawflash.problem._MEMO", {})
+
+
+@pytest.fixture
+def no_gpu(monkeypatch):
+    """A machine without the packages that GPUs need: where they are, with a driver or without, CUDA has its own say of
+    arrays that are on none."""
+    for package in ("cupy", "numba_cuda"):
+        monkeypatch.setitem(sys.modules, package, None)
+    arrays.require_cupy.cache_clear()
+    yield
+    arrays.require_cupy.cache_clear()
 
 
 @pytest.fixture

@@ -210,7 +210,7 @@ def test_dlpack_only(dtype):
         same_bits(grad, want)
 
 
-def test_dlpack_on_a_gpu_is_a_gpu_array():
+def test_dlpack_on_a_gpu_is_a_gpu_array(no_gpu):
     class OnGpu(DLPackOnly):
         def __dlpack_device__(self):
             return (2, 0)

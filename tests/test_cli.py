@@ -84,12 +84,6 @@ def gpus(device, monkeypatch):
     hardware._gpu.cache_clear()
 
 
-@pytest.fixture
-def no_gpu(monkeypatch):
-    monkeypatch.setitem(sys.modules, "cupy", None)
-    arrays.require_cupy.cache_clear()
-
-
 def refused(capsys, arguments, *words):
     """The command ends with 2, one line on stderr that holds ``words``, and no traceback."""
     assert main(arguments) == common.BAD_INPUT

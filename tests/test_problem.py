@@ -548,7 +548,7 @@ def everything(call):
 
 
 @pytest.mark.parametrize("rule", BAD)
-def test_bad_call(rule):
+def test_bad_call(rule, no_gpu):
     function, replaced, words = BAD[rule]
     function, good = FUNCTIONS[function]
     call = good() | replaced
@@ -649,7 +649,7 @@ GPU_CALL = dict(q=OnGpu(B, HQ, TQ, D), k=OnGpu(B, HKV, TK, D), v=OnGpu(B, HKV, T
     ],
     ids=lambda x: str({n: v for n, v in x.items() if isinstance(v, str)}) if isinstance(x, dict) else "",
 )
-def test_backend_that_cannot(replaced, words):
+def test_backend_that_cannot(replaced, words, no_gpu):
     """A backend that cannot take these arrays, or has no such algorithm: BackendError says who has it."""
     call = good_forward() | replaced
     with pytest.raises(rf.BackendError) as caught:
