@@ -1134,8 +1134,8 @@ WRONG = {  # what lengths and tables were when kernels that write them had not e
     "one less": (GUESS, GUESS + "s.kv_length = most(s.kv_length - 1, 0); s.offset = s.kv_length - s.q_length;"),
     "none": (GUESS, GUESS + "s.kv_length = 0; s.offset = -s.q_length;"),
     "fewer rows": (GUESS, GUESS + "s.q_length -= 1;"),
-    "other blocks": ("now = known(block_of<true>", "now = 1 ^ known(block_of<true>"),
-    "no blocks": ("now = known(block_of<true>", "now = NONE | known(block_of<true>"),
+    "other blocks": ("now = known(__ldcg(", "now = 1 ^ known(__ldcg("),
+    "no blocks": ("now = known(__ldcg(", "now = NONE | known(__ldcg("),
 }
 
 
@@ -1174,7 +1174,7 @@ def test_guesses_of_few_rows_may_be_wrong(page, name, device_by_name, monkeypatc
 
 
 FEWER = GUESS + "s.kv_length -= %d; s.offset = s.kv_length - s.q_length;"
-SECOND_BLOCK = ("now = known(block_of<true>", "now = (lane == 1) ^ known(block_of<true>")
+SECOND_BLOCK = ("now = known(__ldcg(", "now = (lane == 1) ^ known(__ldcg(")
 KEPT = {  # conditions that what was asked for is wanted: a guess and a call where no other one tells; processors
     "first == first_of_warp": ((GUESS, FEWER % 16), dict(lengths=(645, 300), causal=True, window=(200, 0)), 1),
     "distance == stride": (WRONG["shorter"], dict(lengths=(645, 300), d=16, dv=128), 132),  # others tell of long queues

@@ -61,18 +61,12 @@ struct Sequence {
     long long offset;  // position of query row 0 on the key axis
 };
 
-// EARLY: others may be writing the table, so it is read past L1, where it would stay.
-template <bool EARLY = false, class Number> __device__ __forceinline__ Number number_at(const Number* place)
-{
-    return EARLY ? __ldcg(place) : *place;
-}
-
 __device__ __forceinline__ long long entry(const Table& table, long long b, long long otherwise)
 {
     if (table.bytes == 8)
-        return number_at((const long long*)table.data + b);
+        return ((const long long*)table.data)[b];
     if (table.bytes == 4)
-        return number_at((const int*)table.data + b);
+        return ((const int*)table.data)[b];
     return otherwise;
 }
 
@@ -134,9 +128,9 @@ template <> struct Entry<4> { typedef int type; };
 typedef Entry<TABLE_BYTES>::type table_entry;
 
 // What the table says of key j of sequence b, and where that is.
-template <bool EARLY = false> __device__ __forceinline__ table_entry block_of(const Call& call, long long b, long long j)
+__device__ __forceinline__ table_entry block_of(const Call& call, long long b, long long j)
 {
-    return PAGE ? number_at<EARLY>((const table_entry*)call.block_table.data + b * call.table_row + (unsigned long long)j / PER_BLOCK) : 0;
+    return PAGE ? *((const table_entry*)call.block_table.data + b * call.table_row + (unsigned long long)j / PER_BLOCK) : 0;
 }
 
 __device__ __forceinline__ Place place_in(const Call& call, const Sequence& s, long long j, long long block)

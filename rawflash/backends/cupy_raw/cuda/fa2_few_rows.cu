@@ -40,7 +40,6 @@ constexpr int MERGED = 4;  // neighbouring columns that a lane merges
 constexpr int MOST_PARTS = 64;
 constexpr int EARLY = 16;    // parts whose O is asked for before their weights are known
 constexpr long long FEW_STEPS = 16;  // of a warp: more have memory busy to the end
-constexpr int EARLY_STEPS = 2;       // of few, whose rows are asked for before kernels before this one have ended
 constexpr unsigned NONE = ~0u;  // no block of the cache
 constexpr bool IN_ONE_BLOCK = PAGE && PAGE % STEP == 0;  // the keys of a step
 
@@ -124,12 +123,12 @@ __device__ __forceinline__ void seen_keys(const Call& call, const Sequence& s, i
     }
 }
 
-// Ask for the rows of a step of a warp at L2, which sees what others write to them. Half of the lanes for K, half for V.
-__device__ __forceinline__ void ask_for_rows(const Call& call, unsigned b, unsigned h_kv, int first, int j_high, unsigned block)
+// Ask for the rows that a warp reads first at L2, which sees what others write to them. Half of the lanes for K, half for V.
+__device__ __forceinline__ void ask_for_first_rows(const Call& call, unsigned b, unsigned h_kv, int first_of_warp, int j_high, unsigned block)
 {
     static_assert(WARP_SIZE == 2 * STEP, "a row for each lane");
     constexpr bool WHOLE = ALIGNED && D % 8 == 0 && DV % 8 == 0;  // rows of whole 16 bytes
-    const long long j = first + threadIdx.x % STEP;
+    const long long j = first_of_warp + threadIdx.x % STEP;
     if (!WHOLE || j >= j_high || (PAGE && block == NONE))
         return;
     const bool values = threadIdx.x % WARP_SIZE >= STEP;
@@ -281,6 +280,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) fa2_few_rows(const __grid_
     const elem* const from_V = computed_here(row_of(call.v, entry_of_arrays, h_kv, of_V.row) + 8 * of_V.piece);
     const long long row_K = in_register(call.k.row), row_V = in_register(call.v.row);
     const long long block_K = PAGE ? in_register(call.k.batch) : 0, block_V = PAGE ? in_register(call.v.batch) : 0;
+    const table_entry* const table = PAGE ? computed_here((const table_entry*)call.block_table.data + b * call.table_row) : nullptr;
     const unsigned group = (unsigned)call.Hq / heads;
     auto query_of = [&](int n) {
         const unsigned row = row_block * BR + n, of_group = queries == 1 ? row : row / queries;
@@ -314,19 +314,17 @@ extern "C" __global__ void __launch_bounds__(THREADS) fa2_few_rows(const __grid_
     unsigned exist = 0;                        // a bit for each of them: does its block exist? The last one's is the lowest
     // What the table says, if all keys of a step are in one block: a lane knows it for the n-th of 32 steps, and for that of the next 32, asked for
     // long before, as it waits behind all the rows that are under way.
-    auto step_of_lane = [&](int first) { return first + (long long)lane * stride; };
+    auto step_of_lane = [&](int first) { return first + lane * stride; };
     auto look_up = [&](int first) {
-        const long long j = step_of_lane(first);
-        return IN_ONE_BLOCK && j < j_high ? block_of(call, b, j) : table_entry(-1);
+        const int j = step_of_lane(first);
+        return IN_ONE_BLOCK && j < j_high ? table[(unsigned)j / (unsigned)PER_BLOCK] : table_entry(-1);
     };
     auto known = [&](table_entry found) { return 0 <= found && found < call.cache_blocks ? (unsigned)found : NONE; };
     unsigned block = NONE, now = NONE;
     if (IN_ONE_BLOCK && step_of_lane(asked_for) < j_high)
-        now = known(block_of<true>(call, b, step_of_lane(asked_for)));
+        now = known(__ldcg(table + (unsigned)step_of_lane(asked_for) / (unsigned)PER_BLOCK));  // past L1, where it would stay
     if (call.Tk <= FEW_STEPS * stride)
-#pragma unroll
-        for (int n = 0; n < EARLY_STEPS; n++)
-            ask_for_rows(call, b, h_kv, first_of_warp + n * stride, j_high, __shfl_sync(WARP, now, n));
+        ask_for_first_rows(call, b, h_kv, first_of_warp, j_high, __shfl_sync(WARP, now, 0));
 
     table_entry next;
     auto ask_for = [&](bool values, int unit) {
@@ -340,7 +338,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) fa2_few_rows(const __grid_
                 if (!values)
                     block = __shfl_sync(WARP, now, steps % WARP_SIZE);
                 there = block != NONE;
-                first += (there ? block : 0) * (values ? block_V : block_K) + (PAGE == STEP ? 0 : asked_for % PAGE) * its_row;
+                first += (there ? block : 0) * (values ? block_V : block_K) + (PAGE == STEP ? 0 : (unsigned)asked_for % PAGE) * its_row;
             } else if (PAGE == 0) {
                 first += asked_for * its_row;
             }
