@@ -148,7 +148,6 @@ FEW_MMA_STEP = 16  # keys that a warp takes at a time; 32 are slower
 FEW_MMA_QUEUE = 64 << 10  # bytes of K and V on their way: more gains nothing where multiprocessors have several blocks
 FEW_MMA_QUEUE_ALONE = 128 << 10  # where each has one: as many bytes, or units, as still gain; two have no room
 FEW_MMA_UNITS_ALONE = 8
-FEW_MMA_SHORT = 16  # steps of a warp: up to there, and if the cache is paged, more gains nothing in any case
 FEW_MMA_UNITS = 3  # of it, at least
 FEW_MMA_REGISTERS = 16 * 128  # numbers of Q that a block keeps in registers
 FEW_MMA_LEAST = 256  # keys for each part
@@ -799,7 +798,7 @@ def _few_mma(problem: Problem, chip: Chip, br: int) -> Tiles | None:
         if cost < best:
             parts, best = n, cost
     queued = FEW_MMA_QUEUE // unit
-    if pieces * parts <= processors and not (problem.page and turns <= FEW_MMA_SHORT * parts):
+    if pieces * parts <= processors:
         queued = max(queued, min(FEW_MMA_QUEUE_ALONE // unit, FEW_MMA_UNITS_ALONE))
     wanted = max(queued, FEW_MMA_UNITS, -(-(merged - fixed) // unit))
     units = min((limit - fixed) // unit, wanted)

@@ -292,6 +292,16 @@ inline void ask_for_memory(const void* from, int bytes)  // it must be there
     memcpy(read.data(), from, bytes);
 }
 
+inline uint4 load_if(const void* from, bool exists)
+{
+    uint4 x = {0, 0, 0, 0};
+    if (exists && (uintptr_t)from % 16)
+        fprintf(stderr, "16 bytes loaded from %p\n", from), abort();
+    if (exists)
+        memcpy(&x, from, 16);
+    return x;
+}
+
 inline uint2 load_words(const void* from, int bytes)
 {
     uint2 x = {0, 0};

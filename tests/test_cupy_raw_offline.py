@@ -464,7 +464,8 @@ def test_few_rows_of_16_bits_run_on_tensor_cores(arch, tmp_path):
 @pytest.mark.parametrize("d", [64, 128, 256])
 def test_few_rows_ask_for_Q_before_keys_and_wait_for_no_length(d, options, tmp_path):
     """What is asked for behind a queue of copies comes microseconds later. So, from the place where kernels before have
-    ended to the first copy: lengths, each in two words that nothing looks at, then Q; and little arithmetic."""
+    ended to the first copy: lengths, each in two words that nothing looks at, then Q, at which nothing looks either; and
+    little arithmetic."""
     pytest.importorskip("cupy")
     if (d, options) == (256, "17 rows"):
         pytest.skip("no case of the table")
@@ -475,11 +476,13 @@ def test_few_rows_ask_for_Q_before_keys_and_wait_for_no_length(d, options, tmp_p
     begun = code[code.index("ACQBULK") : code.index("LDGSTS")]
     loads = re.findall(r"\b(LDG\.E[\w.]*) (R\d+),", begun)
     lengths = [register for name, register in loads if name == "LDG.E.STRONG.GPU"]
-    assert len(lengths) == len(set(lengths)) == 2 * 2  # of keys and an offset; no table has q_lengths here
-    # No instruction of the way to the copies has one of them as an operand
-    for register in lengths:
-        behind = begun[begun.index(f"LDG.E.STRONG.GPU {register},") :].split(";")[1:]
-        assert not [line for line in behind if re.search(rf"(?<!\w){register}\b", line)], register
+    assert len(lengths) == len(set(lengths)) == 2 * 2  # of queries and of keys; nothing here wants the offset
+    # No instruction on the way to the copies has one of them as an operand
+    for name, register in loads:
+        first, words = int(register[1:]), 4 if "128" in name else 1
+        behind = begun[begun.index(f"{name} {register},") :].split(";")[1:]
+        operands = "|".join(f"R{n}" for n in range(first, first + words))
+        assert not [line for line in behind if re.search(rf"(?<!\w)({operands})\b", line)], (name, register)
     eights = 4 if options == "17 rows" else 1  # of rows
     assert sum(name.startswith("LDG.E.128") for name, _ in loads) == eights * d // 32
     assert not re.findall(r"LDG\.E\.128", code[code.index("LDGSTS") : code.index("HMMA")])

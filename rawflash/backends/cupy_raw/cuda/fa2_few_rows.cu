@@ -39,7 +39,7 @@ static_assert(HALVES == 2 || M == 1, "rows of a product, of which the second eig
 constexpr int MERGED = 4;  // neighbouring columns that a lane merges
 constexpr int MOST_PARTS = 64;
 constexpr int EARLY = 16;    // parts whose O is asked for before their weights are known
-constexpr long long FEW_STEPS = 16;  // of a warp: more have memory busy to the end
+constexpr long long FEW_STEPS = 16;  // of a warp: of more, the rows of two at once would come too early
 constexpr unsigned NONE = ~0u;  // no block of the cache
 constexpr bool IN_ONE_BLOCK = PAGE && PAGE % STEP == 0;  // the keys of a step
 
@@ -123,12 +123,12 @@ __device__ __forceinline__ void seen_keys(const Call& call, const Sequence& s, i
     }
 }
 
-// Ask for the rows that a warp reads first at L2, which sees what others write to them. Half of the lanes for K, half for V.
-__device__ __forceinline__ void ask_for_first_rows(const Call& call, unsigned b, unsigned h_kv, int first_of_warp, int j_high, unsigned block)
+// Ask for the rows of a step at L2, which sees what others write to them. Half of the lanes for K, half for V.
+__device__ __forceinline__ void ask_for_rows(const Call& call, unsigned b, unsigned h_kv, int first, int j_high, unsigned block)
 {
     static_assert(WARP_SIZE == 2 * STEP, "a row for each lane");
     constexpr bool WHOLE = ALIGNED && D % 8 == 0 && DV % 8 == 0;  // rows of whole 16 bytes
-    const long long j = first_of_warp + threadIdx.x % STEP;
+    const long long j = first + threadIdx.x % STEP;
     if (!WHOLE || j >= j_high || (PAGE && block == NONE))
         return;
     const bool values = threadIdx.x % WARP_SIZE >= STEP;
@@ -323,8 +323,9 @@ extern "C" __global__ void __launch_bounds__(THREADS) fa2_few_rows(const __grid_
     unsigned block = NONE, now = NONE;
     if (IN_ONE_BLOCK && step_of_lane(asked_for) < j_high)
         now = known(__ldcg(table + (unsigned)step_of_lane(asked_for) / (unsigned)PER_BLOCK));  // past L1, where it would stay
+    ask_for_rows(call, b, h_kv, first_of_warp, j_high, __shfl_sync(WARP, now, 0));
     if (call.Tk <= FEW_STEPS * stride)
-        ask_for_first_rows(call, b, h_kv, first_of_warp, j_high, __shfl_sync(WARP, now, 0));
+        ask_for_rows(call, b, h_kv, first_of_warp + stride, j_high, __shfl_sync(WARP, now, 1));
 
     table_entry next;
     auto ask_for = [&](bool values, int unit) {
@@ -379,17 +380,16 @@ extern "C" __global__ void __launch_bounds__(THREADS) fa2_few_rows(const __grid_
 #pragma unroll
                 for (int x = 0; x < PIECES_D; x++) {
                     const elem* const from = from_Q[r][half] + 32 * x;
-                    Piece piece = {};
-                    if (of_head[r][half] < s.q_length) {
-                        if (ALIGNED && 32 * x + 8 * t < D) {
-                            piece = *reinterpret_cast<const Piece*>(from);
-                        } else if (!ALIGNED) {
+                    const bool exists = of_head[r][half] < s.q_length;
+                    if constexpr (ALIGNED) {
+                        const uint4 words = load_if(from, exists && 32 * x + 8 * t < D);
+                        Q[r][half][x] = {{words.x, words.y, words.z, words.w}};
+                    } else {
+                        Q[r][half][x] = {};
 #pragma unroll
-                            for (int n = 0; n < 8; n++)
-                                piece.x[n / 2] |= (32 * x + 8 * t + n < D ? (unsigned)from[n] : 0u) << 16 * (n % 2);
-                        }
+                        for (int n = 0; n < 8; n++)
+                            Q[r][half][x].x[n / 2] |= (exists && 32 * x + 8 * t + n < D ? (unsigned)from[n] : 0u) << 16 * (n % 2);
                     }
-                    Q[r][half][x] = piece;
                 }
     };
     constexpr int BEGUN = UNITS / 2;  // steps whose K is asked for
@@ -398,21 +398,24 @@ extern "C" __global__ void __launch_bounds__(THREADS) fa2_few_rows(const __grid_
     for (;;) {
         // All that was believed is read once more, at one time
         const Asked asked = ask_for_sequence(call, b);
-        unsigned found = known(look_up(first_of_warp));
+        const table_entry said = look_up(first_of_warp);
         if (part < parts) {
-            load_Q();
+            if (!Q_ON_CHIP || warp == 0)
+                load_Q();
             __syncwarp();  // in this order, which the compiler would change
 #pragma unroll
             for (int unit = 0; unit < UNITS - 1; unit++)
                 ask_for(unit % 2, unit);
         }
         // Whole steps, of the same blocks, are what was wanted even if there are more keys now, or fewer
+        unsigned found = known(said);
         const int first = first_of_warp, distance = stride, end = first + (BEGUN - 1) * distance + STEP, high = j_high;
         const long long rows_before = s.q_length;
         s = sequence(call, b, asked);
         share_out();
         const bool same_steps = first == first_of_warp && distance == stride;
-        const bool kept = rows_before == s.q_length && same_steps && (high == j_high || (end <= high && end <= j_high)) && (lane >= BEGUN || found == now);
+        const bool kept = rows_before == s.q_length && same_steps && (high == j_high || (end <= high && end <= j_high)) &&
+                          (lane >= BEGUN || found == now);
         if (!same_steps || high != j_high)
             found = known(look_up(first_of_warp));
         now = found, next = look_up(first_of_warp + WARP_SIZE * stride);

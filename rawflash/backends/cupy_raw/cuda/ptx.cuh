@@ -121,6 +121,15 @@ __device__ __forceinline__ void ask_for_memory(const void* from, int bytes)
 #endif
 }
 
+// 16 bytes of memory, or zeros. They may be on their way yet: of a load that is not in one piece the compiler moves words, and waits for them.
+__device__ __forceinline__ uint4 load_if(const void* from, bool exists)
+{
+    uint4 x = {0, 0, 0, 0};
+    asm volatile("{\n\t.reg .pred exists;\n\tsetp.ne.s32 exists, %5, 0;\n\t@exists ld.global.v4.u32 {%0, %1, %2, %3}, [%4];\n\t}"
+                 : "+r"(x.x), "+r"(x.y), "+r"(x.z), "+r"(x.w) : "l"(from), "r"((int)exists) : "memory");
+    return x;
+}
+
 // The first and the last four bytes of a number of 4 or 8, past L1; of one that has none, zeros. They may be on their way yet: no branch that ends
 // with a conversion waits for them.
 __device__ __forceinline__ uint2 load_words(const void* from, int bytes)
