@@ -19,6 +19,7 @@ from rawflash.tiling import plan_tiles
 ROOT = Path(__file__).resolve().parents[1]
 GPU = {
     "grid": "gpu-2026-11-24-night.json",
+    "decode": "gpu-2026-11-25-words-decode.json",
     "decode, float": "gpu-2026-11-24-night.json",
     # The night's has no numba_cuda, whose kernels are as they were
     "numba, grid": "gpu-2026-11-24-later-grid.json",
