@@ -464,8 +464,8 @@ def test_few_rows_of_16_bits_run_on_tensor_cores(arch, tmp_path):
 @pytest.mark.parametrize("d", [64, 128, 256])
 def test_few_rows_ask_for_Q_before_keys_and_wait_for_no_length(d, options, tmp_path):
     """What is asked for behind a queue of copies comes microseconds later. So, from the place where kernels before have
-    ended to the first copy: lengths, each in two words that nothing looks at, then Q, at which nothing looks either; and
-    little arithmetic."""
+    ended to the first copy: lengths, each in two words that nothing looks at, then Q, at which nothing looks either,
+    and little arithmetic."""
     pytest.importorskip("cupy")
     if (d, options) == (256, "17 rows"):
         pytest.skip("no case of the table")
