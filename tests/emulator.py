@@ -167,27 +167,34 @@ def encode(address, dtype, extents, strides, rows):
     return array("q", words + [0] * (tensor_map.WORDS - len(words)))
 
 
-def library(text):
-    """The shared library of a kernel text; kept between runs of the suite."""
+OPTIONS = ("-std=c++17", "-Og", "-fno-strict-aliasing", "-fPIC", "-w", "-ffp-contract=off")
+
+
+def compiled(source, suffix, *options):
+    """What g++ makes of a source, in a file of its own; kept between runs of the suite."""
     compiler = shutil.which("g++")
     assert compiler, "the emulator needs g++"
-    headers = ("emulator.hpp", "emulator_hopper.hpp") if "MappedCall" in text else ("emulator.hpp",)
-    parts = [f'#line 1 "{name}"\n{(HERE / name).read_text()}' for name in headers]
-    source = "\n".join([*parts, '#line 1 "kernel"', text, '#line 1 "launch"', launch_of(text), ""])
-    key = hashlib.sha256(source.encode()).hexdigest()[:32]
-    made = FOLDER / f"{key}.so"
+    key = hashlib.sha256("\n".join([*OPTIONS, *options, source]).encode()).hexdigest()[:32]
+    made = FOLDER / f"{key}{suffix}"
     if not made.exists():
         FOLDER.mkdir(exist_ok=True)
         with tempfile.TemporaryDirectory(dir=FOLDER) as folder:
-            here = Path(folder, "kernel.cpp")
+            here, there = Path(folder, "source.cpp"), Path(folder, "made")
             here.write_text(source)
-            options = ["-std=c++17", "-O1", "-fno-strict-aliasing", "-shared", "-fPIC", "-w", "-ffp-contract=off"]
-            done = subprocess.run(
-                [compiler, *options, str(here), "-o", f"{folder}/kernel.so"], capture_output=True, text=True
-            )
+            command = [compiler, *OPTIONS, *options, str(here), "-o", str(there)]
+            done = subprocess.run(command, capture_output=True, text=True)
             assert done.returncode == 0, done.stderr[:4000]
-            Path(folder, "kernel.so").replace(made)
+            there.replace(made)
     return made
+
+
+def library(text):
+    """The shared library of a kernel text. The headers are compiled once for all of them."""
+    names = ("emulator.hpp", "emulator_hopper.hpp") if "MappedCall" in text else ("emulator.hpp",)
+    headers = "\n".join(f'#line 1 "{name}"\n{(HERE / name).read_text()}' for name in names)
+    header = compiled(headers, ".hpp.gch", "-x", "c++-header").with_suffix("")
+    parts = ['#line 1 "kernel"', text, '#line 1 "launch"', launch_of(text), ""]
+    return compiled("\n".join(parts), ".so", "-shared", "-include", str(header), "-Werror=invalid-pch")
 
 
 def install(monkeypatch, backwards=False):

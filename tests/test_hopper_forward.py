@@ -121,6 +121,24 @@ def test_calls(one, name):
     one.check(make(dtype=("bfloat16", "float16")[n % 2], **CALLS[name]), small_on_device=n % 3 == 0)
 
 
+@pytest.mark.parametrize("keys, section", [(1024, 2), (1025, 4), (20, 6)])
+def test_sections_of_heads(one, monkeypatch, keys, section):
+    """Smaller ones up to 1024 keys, and fewer heads in the last one; of some sizes all heads are in one."""
+    of_head = 1024 * (64 + 64) * 2
+    monkeypatch.setattr(tiling, "WGMMA_SECTION_SHORT", 2 * of_head)
+    monkeypatch.setattr(tiling, "WGMMA_SECTION", 5 * of_head)
+    sections, encode = [], launch.Launcher.call
+
+    def call(launcher, *of):
+        made = encode(launcher, *of)
+        sections.append(launcher.words[launch._WORD["section"]])
+        return made
+
+    monkeypatch.setattr(launch.Launcher, "call", call)
+    one.check(make(B=3, Hq=2, Tq=140, Tk=keys, d=64, dtype="bfloat16", causal=True))
+    assert sections == [section]
+
+
 @pytest.mark.parametrize("options", [
     dict(), dict(causal=True), dict(causal=True, q_offset=-70), dict(window=(70, 40)), dict(window=(3, None), Tk=700),
     dict(kv_lengths=[250, 7], q_lengths=[400, 77]), dict(kv_lengths=[700, 300], causal=True, Tk=700),

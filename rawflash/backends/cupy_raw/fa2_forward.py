@@ -10,7 +10,7 @@ from rawflash.arrays import Target
 from rawflash.backends.cupy_raw.launch import blocks_of, launcher, split_inputs
 from rawflash.backends.cupy_raw.tensor_map import Box
 from rawflash.problem import Operands, Problem
-from rawflash.tiling import FEW_MMA, FEW_MMA_LEAST, MMA, SPLIT_INPUTS, WGMMA, WGMMA_ROWS, WGMMA_SECTION, Tiles
+from rawflash.tiling import FEW_MMA, FEW_MMA_LEAST, MMA, SPLIT_INPUTS, WGMMA, WGMMA_ROWS, Tiles, wgmma_section
 
 MERGED_ROWS = 16  # of a thread block of mma/fa2_forward.cu's merge
 # In the environment: "1", the maximum of a row is followed; "0", that of the first keys stays; else as planned
@@ -78,7 +78,7 @@ def _warpgroups(problem: Problem, tiles: Tiles, x: Operands, out: Target, lse: T
         planned = replace(tiles, constants=(*tiles.constants, ("STATIC_MAXIMUM", asked)))
         kernels = launcher(
             "sm90/fa2_forward.cu", problem, planned, x, {"o": out, "lse": lse}, boxes, blocks=blocks,
-            section=min(max(WGMMA_SECTION // of_head, 1), problem.B * problem.Hkv) * problem.group,
+            section=min(max(wgmma_section(problem.Tk) // of_head, 1), problem.B * problem.Hkv) * problem.group,
         )  # fmt: skip
     values = {"o.data": out.address, "lse.data": lse.address}
     if dict(tiles.constants)["DYNAMIC"]:
