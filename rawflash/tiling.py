@@ -107,8 +107,8 @@ WGMMA_BALANCED_LEAST = 16  # blocks of keys of a piece that blocks of threads ma
 WGMMA_BALANCED_COST = 8.0  # what that costs, in blocks of keys
 WGMMA_PART_REST = 8  # numbers of a row of a part beside its sums
 WGMMA_BALANCED_MOST = 1 << 30  # blocks of keys of all shared pieces, so that their numbers have 32 bits
-# Bytes of K and V that stay in L2, of a section of heads whose pieces come longest first. In calls of few keys the first
-# pieces of a section read them from device memory and the others compute: small sections have both at once.
+# Bytes of K and V that stay in L2, of a section of heads whose pieces come longest first. In calls of few keys the
+# first pieces of a section read them from device memory and the others compute: small sections have both at once.
 WGMMA_SECTION, WGMMA_SECTION_SHORT, WGMMA_SHORT = 32 << 20, 8 << 20, 1024
 WGMMA_BACKWARD = {64: 128, 128: 64}  # Br, by the wider of d and dv
 WGMMA_BACKWARD_KEYS = 128  # Bc
@@ -1167,7 +1167,7 @@ def _is_shared(pieces: int, key_blocks: int, processors: int) -> bool:
 
 
 def wgmma_section(keys: int) -> int:
-    """Bytes of K and V of the heads whose pieces of work the forward kernel of sm_90 orders by length, the longest first."""
+    """Bytes of K and V of the heads whose pieces of work come longest first in the forward kernel of sm_90."""
     return WGMMA_SECTION_SHORT if keys <= WGMMA_SHORT else WGMMA_SECTION
 
 
