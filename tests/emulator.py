@@ -5,7 +5,6 @@ Kernels that take tensor maps get emulator_hopper.hpp too, and maps of its own k
 """
 
 import ctypes
-import hashlib
 import re
 import shutil
 import subprocess
@@ -16,6 +15,7 @@ from array import array
 from pathlib import Path
 
 import numpy as np
+from kept import kept
 
 from rawflash import arrays, hardware, problem
 from rawflash.backends.cupy_raw import compile, tensor_map
@@ -174,18 +174,15 @@ def compiled(source, suffix, *options):
     """What g++ makes of a source, in a file of its own; kept between runs of the suite."""
     compiler = shutil.which("g++")
     assert compiler, "the emulator needs g++"
-    key = hashlib.sha256("\n".join([*OPTIONS, *options, source]).encode()).hexdigest()[:32]
-    made = FOLDER / f"{key}{suffix}"
-    if not made.exists():
-        FOLDER.mkdir(exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=FOLDER) as folder:
-            here, there = Path(folder, "source.cpp"), Path(folder, "made")
-            here.write_text(source)
-            command = [compiler, *OPTIONS, *options, str(here), "-o", str(there)]
-            done = subprocess.run(command, capture_output=True, text=True)
-            assert done.returncode == 0, done.stderr[:4000]
-            there.replace(made)
-    return made
+
+    def make(path):
+        here = path.with_name("source.cpp")
+        here.write_text(source)
+        command = [compiler, *OPTIONS, *options, str(here), "-o", str(path)]
+        done = subprocess.run(command, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr[:4000]
+
+    return kept(FOLDER, [*OPTIONS, *options, source], suffix, make)
 
 
 def library(text):

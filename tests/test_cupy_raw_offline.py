@@ -37,6 +37,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import NamedTuple
 
+import kept
 import numpy as np
 import pytest
 from strategies import DTYPES
@@ -308,7 +309,7 @@ def resources(case):
         return {str(case): f"does not fit: {error.needed} bytes needed, {error.available} there"}
     rows = {}
     for program in loaded:
-        used = compiler.usage(compiler.compile_log(program.text, program.arch)[1])
+        used = compiler.usage(kept.compile_log(program.text, program.arch)[1])
         assert program.launched.keys() <= used.keys()
         for kernel, numbers in sorted(used.items()):
             rows[f"{case}: {program.file} {kernel}"] = dict(
@@ -380,7 +381,7 @@ def test_plans_of_every_head_dimension_are_what_kernels_expect(arch, dtype):
             assert (arch, dtype) == ("sm_86", "float64") and d > 160
             continue
         try:
-            compiler.compile_log(WHOLE_KERNEL.sub("", program.text), arch)
+            kept.compile_log(WHOLE_KERNEL.sub("", program.text), arch)
         except rf.BackendError as error:
             refused.setdefault(str(error).splitlines()[1], []).append(f"{kernel} d={d}")
     assert not refused
@@ -454,7 +455,7 @@ def test_few_rows_of_16_bits_run_on_tensor_cores(arch, tmp_path):
     tool, file = disassembler(), tmp_path / "kernel.cubin"
     (program,) = programs(Case(arch, DECODE, "bfloat16", 128, "paged"))
     assert program.file == "fa2_few_rows.cu"
-    file.write_bytes(compiler.compile_log(program.text, program.arch)[0])
+    file.write_bytes(kept.compile_log(program.text, program.arch)[0])
     code = subprocess.run([tool, "-c", file], capture_output=True, text=True, check=True, timeout=120).stdout
     found = Counter(re.findall(r"\b(HMMA|LDGSTS)\b", code))
     assert found["HMMA"] == 2 * 4 * 2 + 16 and found["LDGSTS"] >= 16
@@ -471,7 +472,7 @@ def test_few_rows_ask_for_Q_before_keys_and_wait_for_no_length(d, options, tmp_p
         pytest.skip("no case of the table")
     (program,) = programs(Case("sm_90a", DECODE, "float16", d, options))
     file = tmp_path / "kernel.cubin"
-    file.write_bytes(compiler.compile_log(program.text, program.arch)[0])
+    file.write_bytes(kept.compile_log(program.text, program.arch)[0])
     code = subprocess.run([disassembler(), "-c", file], capture_output=True, text=True, check=True, timeout=120).stdout
     begun = code[code.index("ACQBULK") : code.index("LDGSTS")]
     loads = re.findall(r"\b(LDG\.E[\w.]*) (R\d+),", begun)
@@ -492,7 +493,7 @@ def test_few_rows_ask_for_Q_before_keys_and_wait_for_no_length(d, options, tmp_p
 def instructions(program, kernel, tmp_path):
     """How often each instruction stands in a kernel, without its modifiers."""
     file = tmp_path / "kernel.cubin"
-    file.write_bytes(compiler.compile_log(program.text, program.arch)[0])
+    file.write_bytes(kept.compile_log(program.text, program.arch)[0])
     code = subprocess.run([disassembler(), "-c", file], capture_output=True, text=True, check=True, timeout=120).stdout
     (body,) = re.findall(rf"^\.text\.{kernel}:$(.*?)(?=^\.text|\Z)", code, re.DOTALL | re.MULTILINE)
     return Counter(re.findall(r"^\s*/\*\w+\*/\s+(?:@!?U?P\w+ )?([A-Z][A-Z0-9]+)", body, re.MULTILINE))
@@ -554,7 +555,7 @@ def test_backward_products_of_warpgroups_overlap(dtype, d, options, tmp_path):
     pytest.importorskip("cupy")
     tool, file = disassembler(), tmp_path / "kernel.cubin"
     program = next(p for p in programs(Case("sm_90a", "fa2_backward", dtype, d, options)) if p.file.startswith("sm90/"))
-    cubin, log = compiler.compile_log(program.text, program.arch)
+    cubin, log = kept.compile_log(program.text, program.arch)
     assert not re.findall(r"\(C75\d\d\).*", log)
     file.write_bytes(cubin)
     code = subprocess.run([tool, "-c", file], capture_output=True, text=True, check=True, timeout=120).stdout
@@ -592,7 +593,7 @@ def test_backward_products_of_many_columns_overlap(dtype, d, options, tmp_path):
     pytest.importorskip("cupy")
     program = next(p for p in programs(Case("sm_90a", "fa2_backward", dtype, d, options)) if p.file.startswith("sm90/"))
     assert program.file == "sm90/fa2_backward_wide.cu"
-    cubin, log = compiler.compile_log(program.text, program.arch)
+    cubin, log = kept.compile_log(program.text, program.arch)
     assert not re.findall(r"\(C75\d\d\).*", log)
     assert not any(spilled(used) for used in compiler.usage(log).values())
     found = instructions(program, "fa2_backward_keys", tmp_path)
@@ -609,7 +610,7 @@ def test_products_run_on_the_units_that_the_plan_chose(arch, dtype, tmp_path):
     tool, file = disassembler(), tmp_path / "kernel.cubin"
     program, *more = programs(Case(arch, "fa2_forward", dtype, 64, "plain"))
     assert [one.file for one in more] == ["mma/split_inputs.cu"] * ((arch, dtype) == ("sm_90a", "float32"))
-    file.write_bytes(compiler.compile_log(program.text, program.arch)[0])
+    file.write_bytes(kept.compile_log(program.text, program.arch)[0])
     code = subprocess.run([tool, "-c", file], capture_output=True, text=True, check=True, timeout=120).stdout
     found = Counter(re.findall(r"\b(FFMA|DFMA|HMMA|DMMA)\b", code))
     if arch == "sm_75":

@@ -127,10 +127,10 @@ def test_sections_of_heads(one, monkeypatch, keys, section):
     of_head = 1024 * (64 + 64) * 2
     monkeypatch.setattr(tiling, "WGMMA_SECTION_SHORT", 2 * of_head)
     monkeypatch.setattr(tiling, "WGMMA_SECTION", 5 * of_head)
-    sections, encode = [], launch.Launcher.call
+    sections, original = [], launch.Launcher.call
 
     def call(launcher, *of):
-        made = encode(launcher, *of)
+        made = original(launcher, *of)
         sections.append(launcher.words[launch._WORD["section"]])
         return made
 

@@ -9,6 +9,7 @@ import re
 import subprocess
 from functools import cache
 
+import kept
 import numpy as np
 import pytest
 from strategies import DTYPES
@@ -65,7 +66,7 @@ def assembled(name):
     (program,) = device.programs
     assert program.file == "sm90/fa2_forward.cu"
     assert ("constexpr int BALANCED = 1;" in program.text) == ("shared" in name)
-    code, log = compiler.compile_log(program.text, program.arch)
+    code, log = kept.compile_log(program.text, program.arch)
     return program, code, log
 
 

@@ -12,6 +12,7 @@ import sys
 from collections import Counter
 from pathlib import Path
 
+import kept
 import pytest
 
 from rawflash import masks
@@ -55,7 +56,7 @@ def compiled(file, arch, dtype, d, options, name=None):
     chip = kernels_on("numba_cuda", CHIPS[arch.removesuffix("a")])
     tiles = plan_tiles(problem, chip, file.removeprefix(file[:4]))
     values = launch.constants(problem, tiles, aligned=True, side_dtypes={}) | {"FAMILY": tiles.family}
-    code, log = compiler.Module(file, values, None, 0, arch).compiled(name or MAIN[file])
+    code, log = kept.compiled(compiler.Module(file, values, None, 0, arch), name or MAIN[file])
     used = re.search(r"Used (\d+) registers", log)
     spilled = re.search(r"(\d+) bytes stack frame, (\d+) bytes spill stores", log)
     return int(used[1]), int(spilled[1]), int(spilled[2]), instructions(code), tiles
@@ -127,7 +128,8 @@ def test_every_option_at_once_compiles(file, name):
     tiles = plan_tiles(problem, kernels_on("numba_cuda", CHIPS["sm_90"]), where.removeprefix(where[:4]))
     assert tiles.family == "simt"
     values = launch.constants(problem, tiles, aligned=False, side_dtypes={"bias": "float16"}, dlse=True)
-    code, _ = compiler.Module(file, values | {"FAMILY": tiles.family}, None, 0, "sm_90a").compiled(name or MAIN[where])
+    module = compiler.Module(file, values | {"FAMILY": tiles.family}, None, 0, "sm_90a")
+    code, _ = kept.compiled(module, name or MAIN[where])
     assert code.startswith(b"\x7fELF")
 
 
