@@ -1,7 +1,8 @@
 """The kernels of cupy_raw on a CPU: their text compiled as C++ (emulator.hpp), behind a CuPy made of NumPy.
 
 A call goes all the way: check, plan, launcher, text, launch. Only NVRTC, the driver and the device are replaced.
-Kernels that take tensor maps get emulator_hopper.hpp too, and maps of its own kind (:func:`encode`).
+Kernels that take tensor maps get emulator_hopper.hpp too, and maps of its own kind (:func:`encode`). What all texts
+share (emulator.cpp, emulator_hopper.cpp) is compiled once.
 """
 
 import ctypes
@@ -95,9 +96,9 @@ extern "C" int emulate(
     void (*kernel)(const Call), void* call, size_t, unsigned blocks, unsigned threads, size_t shared, bool backwards)
 {
     kernel_of_launch = kernel;
-    argument = call;
-    body = [](void* x) { kernel_of_launch(*(const Call*)x); };
-    return run_blocks(blocks, threads, shared, backwards);
+    emulated::argument = call;
+    emulated::body = [](void* x) { kernel_of_launch(*(const Call*)x); };
+    return emulated::run_blocks(blocks, threads, shared, backwards);
 }
 """
 
@@ -112,7 +113,7 @@ extern "C" int emulate(
 {
     static MappedCall aligned;
     memcpy(&aligned, call, bytes < sizeof aligned ? bytes : sizeof aligned);
-    argument = &aligned, kernel_of_launch = kernel;
+    emulated::argument = &aligned, kernel_of_launch = kernel;
     emulated::bfloat16 = TYPE == BFLOAT16;
     emulated::in_order = %d;
     for (const auto& x : KERNELS) {
@@ -124,10 +125,10 @@ extern "C" int emulate(
         }
         memcpy(emulated::bounds, x.bounds, sizeof x.bounds);
         if (x.mapped)
-            body = [](void* x) { ((void (*)(const MappedCall))kernel_of_launch)(*(const MappedCall*)x); };
+            emulated::body = [](void* x) { ((void (*)(const MappedCall))kernel_of_launch)(*(const MappedCall*)x); };
         else
-            body = [](void* x) { ((void (*)(const Call))kernel_of_launch)(((const MappedCall*)x)->call); };
-        return run_mapped_blocks(blocks, threads, shared, backwards);
+            emulated::body = [](void* x) { ((void (*)(const Call))kernel_of_launch)(((const MappedCall*)x)->call); };
+        return emulated::run_mapped_blocks(blocks, threads, shared, backwards);
     }
     snprintf(emulated::message, 100, "emulator.py has not found this kernel in its text");
     return 3;
@@ -167,7 +168,9 @@ def encode(address, dtype, extents, strides, rows):
     return array("q", words + [0] * (tensor_map.WORDS - len(words)))
 
 
-OPTIONS = ("-std=c++17", "-Og", "-fno-strict-aliasing", "-fPIC", "-w", "-ffp-contract=off")
+OPTIONS = ("-std=c++17", "-fno-strict-aliasing", "-fPIC", "-w", "-ffp-contract=off")
+FAST = ("-O2", "-ftree-vectorize")  # to run
+QUICK = ("-Og",)  # to compile
 
 
 def compiled(source, suffix, *options):
@@ -185,13 +188,20 @@ def compiled(source, suffix, *options):
     return kept(FOLDER, [*OPTIONS, *options, source], suffix, make)
 
 
+def joined(*names):
+    """The text of files, one behind the other."""
+    return "\n".join(f'#line 1 "{name}"\n{(HERE / name).read_text()}' for name in names)
+
+
 def library(text):
-    """The shared library of a kernel text. The headers are compiled once for all of them."""
-    names = ("emulator.hpp", "emulator_hopper.hpp") if "MappedCall" in text else ("emulator.hpp",)
-    headers = "\n".join(f'#line 1 "{name}"\n{(HERE / name).read_text()}' for name in names)
-    header = compiled(headers, ".hpp.gch", "-x", "c++-header").with_suffix("")
+    """The shared library of a kernel text."""
+    names = ("emulator", "emulator_hopper") if "MappedCall" in text else ("emulator",)
+    headers = [f"{name}.hpp" for name in names]
+    shared = compiled(joined(*headers, *(f"{name}.cpp" for name in names)), ".o", *FAST, "-c")
+    header = compiled(joined(*headers), ".hpp.gch", *QUICK, "-x", "c++-header").with_suffix("")
     parts = ['#line 1 "kernel"', text, '#line 1 "launch"', launch_of(text), ""]
-    return compiled("\n".join(parts), ".so", "-shared", "-include", str(header), "-Werror=invalid-pch")
+    with_shared = ("-shared", str(shared), "-include", str(header), "-Werror=invalid-pch")
+    return compiled("\n".join(parts), ".so", *QUICK, *with_shared)
 
 
 def install(monkeypatch, backwards=False):

@@ -549,6 +549,7 @@ def test_broken_additions(old, new, said):
     ("meet(3, 100);", "named barrier 3 of 100 threads"),
     ("if (warp == 1) meet(3, 64);", "deadlock"),
     ("meet(3, 128 + 32);", "of 160 threads, in a block of 128"),
+    ("if (lane == 9) __any_sync(~0u, true); else __syncwarp();", "lane (9|0) of its warp is in another operation"),
 ])  # fmt: skip
 def test_other_mistakes(body, said):
     source, result = drawn((1, 1, 8, 64)), np.empty((8, 64), np.float16)
