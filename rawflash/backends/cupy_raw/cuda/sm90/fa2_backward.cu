@@ -113,12 +113,11 @@ __device__ __forceinline__ void find_share(const Call& call, unsigned index, vol
 {
     const KeyBlock place = key_block(call, index);
     share.head = place.head;
-    const unsigned b = divided(place.head, call.by_key_heads);
-    share.b = (int)b;
-    share.h = (int)(place.head - b * (unsigned)call.Hkv) * (int)call.group;
+    share.b = (int)(place.head / (unsigned)call.Hkv);
+    share.h = (int)(place.head % (unsigned)call.Hkv) * ((int)call.Hq / (int)call.Hkv);
     share.block = share.from = rows_before(call, place.block);
     share.to = rows_before(call, place.block + 1);
-    share.left = (share.to - share.from) * (int)call.group;
+    share.left = (share.to - share.from) * ((int)call.Hq / (int)call.Hkv);
 }
 
 __device__ __forceinline__ void next_block(volatile Share& share)
@@ -304,7 +303,7 @@ __device__ __forceinline__ void copy_all(const MappedCall& argument, const Work&
     if constexpr (FUSED)
         await_prepared(call, work);
     Ring<STAGES> to;
-    int h = work.h * (int)call.group, i0 = first_rows(work);
+    int h = work.h * ((int)call.Hq / (int)call.Hkv), i0 = first_rows(work);
     for (int steps = work.steps; steps > 0; steps--) {
         Barrier *const q_there = barriers + Q_THERE + to.stage, *const o_there = barriers + O_THERE + to.stage;
         await(barriers + READ + to.stage, to.parity ^ 1);
@@ -368,7 +367,7 @@ __device__ __forceinline__ void pass_stored(const Call& call, const Work& work, 
 __device__ __forceinline__ void add_all(const Call& call, const Work& work, const unsigned char* on_chip, Barrier* barriers)
 {
     constexpr int BYTES = (BY_KEYS ? 1 : COMPUTING) * PATCH * 4;
-    int h = work.h * (int)call.group, i0 = first_rows(work), parity = 0;
+    int h = work.h * ((int)call.Hq / (int)call.Hkv), i0 = first_rows(work), parity = 0;
     if constexpr (FUSED) {
         await_prepared(call, work);
         fence_device();
@@ -423,16 +422,11 @@ template <int ROWS> __device__ __forceinline__ void load_factor(unsigned (&facto
     }
 }
 
-// Where a lane stores its part of 16 rows of dS in a slab of its warpgroup's keys; and those, of the n-th 16.
-__device__ __forceinline__ unsigned place_across()
+// 16 rows of dS, the n-th of a block, to a slab of the warpgroup's keys.
+__device__ __forceinline__ void store_across(unsigned char* slab, int n, const unsigned (&factor)[4])
 {
     const int lane = threadIdx.x % WARP_LANES, warp = threadIdx.x / WARP_LANES % WARPS, matrix = lane / 8;
-    return in_slab(matrix / 2 * 8 + lane % 8, 2 * warp + matrix % 2);
-}
-
-__device__ __forceinline__ void store_across(unsigned char* place, int n, const unsigned (&factor)[4])
-{
-    store_matrices<true>(place + n * ROW_STEP, factor[0], factor[1], factor[2], factor[3]);
+    store_matrices<true>(slab + in_slab(16 * n + matrix / 2 * 8 + lane % 8, 2 * warp + matrix % 2), factor[0], factor[1], factor[2], factor[3]);
 }
 
 __device__ __forceinline__ void all_meet()
@@ -449,7 +443,7 @@ __device__ __forceinline__ void add_apart(const Call& call, const Work& work, co
     constexpr int BLOCK = BR * TO_D / LANE_NUMBERS;
     const int lane = threadIdx.x % WARP_LANES, warp = threadIdx.x / WARP_LANES % WARPS;
     const LowerHalf keys_across = lower_half(on_chip, BC * SLAB_ROW), K_across = moved(keys_across, AT_K), dS_across = moved(keys_across, AT_DS);
-    const int h = work.h * (int)call.group, blocks = (work.i_high - work.i_low + BR - 1) / BR;  // of rows, of each head
+    const int h = work.h * ((int)call.Hq / (int)call.Hkv), blocks = (work.i_high - work.i_low + BR - 1) / BR;  // of rows, of each head
     float4* to = (float4*)sums_of_block(call, first_block(call, work.b, h, work.q_start) + work.i_low / BR) + warp * (DQ_COLUMNS / 8) * WARP_LANES + lane;
     const int to_be_stored = STORES ? (stored_to(call, work) - work.i_low + BR - 1) / BR : 0;  // blocks of rows, if any
     int left = blocks;
@@ -542,10 +536,7 @@ __device__ __forceinline__ void compute_all(const Call& call, const Work& work, 
         }
         // Copies read what follows the rows of a sequence if there is something
         const bool rows_follow = work.q_start + q_length < call.rows_q, keys_follow = work.k_start + work.kv_length < call.rows_k;
-        // Where the lane stores its part of dQ and of the first 16 rows of dS. To the compiler they are other numbers in each step: it keeps them, in a
-        // register each, and does not compute them anew.
-        unsigned at_dQ = AT_DQ + VECTOR_BYTES * (mine * (PATCH / LANE_NUMBERS) + warp * (DQ_COLUMNS / 8) * WARP_LANES + lane);
-        unsigned at_dS = AT_DS + mine * BR * SLAB_ROW + (DS_BY_ROWS ? place_across() : 0);
+        float4* const passed = (float4*)(on_chip + AT_DQ) + mine * (PATCH / LANE_NUMBERS) + warp * (DQ_COLUMNS / 8) * WARP_LANES + lane;
 
         // Of all matrices on chip; where they are read across, rows of a slab decide where the next slab is
         const LowerHalf chip = lower_half(on_chip), keys_across = lower_half(on_chip, BC * SLAB_ROW), rows_across = lower_half(on_chip, BR * SLAB_ROW);
@@ -556,7 +547,7 @@ __device__ __forceinline__ void compute_all(const Call& call, const Work& work, 
         const LowerHalf dS_across = moved(keys_across, AT_DS + (BY_ROWS ? mine * BC * SLAB_ROW : 0));
 
         Ring<STAGES> at;
-        int h = work.h * (int)call.group, i0 = first_rows(work);
+        int h = work.h * ((int)call.Hq / (int)call.Hkv), i0 = first_rows(work);
         const auto next_step = [&]() {
             at.next();
             i0 = next_rows(work, i0);
@@ -585,9 +576,6 @@ __device__ __forceinline__ void compute_all(const Call& call, const Work& work, 
         for (int steps = work.steps; steps > 0; steps--) {
             const bool rows_end = rows_follow && i0 + BR > q_length;
             unsigned char* const tile = on_chip + AT_DS + steps % S_STAGES * (BC * BR * 2);
-            if constexpr (DS_BY_ROWS)
-                at_dS = once_more(at_dS);
-            unsigned char* const tile_mine = on_chip + at_dS + steps % S_STAGES * (BC * BR * 2);
             const int of_q = at.stage * (BR * TO_D * 2 >> 4), of_o = at.stage * (BR * TO_V * 2 >> 4);
             const int of_s = steps % S_STAGES * (BC * BR * 2 >> 4);
 
@@ -604,9 +592,6 @@ __device__ __forceinline__ void compute_all(const Call& call, const Work& work, 
             };
             const auto pass_on = [&](const float (&dQ)[DQ_COLUMNS / 2]) __attribute__((always_inline)) {
                 await(barriers + DQ_READ, (work.steps - steps & 1) ^ 1);  // that of the step before is on its way
-                if constexpr (DS_BY_ROWS)
-                    at_dQ = once_more(at_dQ);
-                float4* const passed = (float4*)(on_chip + at_dQ);
 #pragma unroll
                 for (int n = 0; n < DQ_COLUMNS / 8; n++)
                     passed[n * WARP_LANES] = make_float4(dQ[4 * n], dQ[4 * n + 1], dQ[4 * n + 2], dQ[4 * n + 3]);
@@ -624,7 +609,7 @@ __device__ __forceinline__ void compute_all(const Call& call, const Work& work, 
                 const unsigned zeros[4] = {};
 #pragma unroll
                 for (int n = 0; n < BR / SUM; n++)
-                    store_across(tile_mine, n, zeros);
+                    store_across(tile + mine * BR * SLAB_ROW, n, zeros);
                 fence_shared();
                 all_meet();
                 float dQ[DQ_COLUMNS / 2];
@@ -756,7 +741,7 @@ __device__ __forceinline__ void compute_all(const Call& call, const Work& work, 
                         const int row = r * (PART / SUM) + n;
                         to_factor(dS[row], x, n);
                         if constexpr (DS_BY_ROWS)
-                            store_across(tile_mine, row, dS[row]);
+                            store_across(tile + mine * BR * SLAB_ROW, row, dS[row]);
                         else
                             store_factor<BC>(tile, first_key, row, dS[row]);
                     }
@@ -815,9 +800,6 @@ __device__ __forceinline__ void compute_all(const Call& call, const Work& work, 
             await(barriers + DS_READ + 1 % S_STAGES, dS_parity(work, 1));
         else
             all_meet();
-    } else {  // their copies are to end before others are where they come
-        await(barriers + K_THERE, 0);
-        await(barriers + V_THERE, 0);
     }
 
     // Write dK_j, dV_j, by way of where K and V were. Keys of padding have 0.
@@ -844,42 +826,16 @@ __device__ __forceinline__ void compute_all(const Call& call, const Work& work, 
     store_rows<BC, TO_V, DV, WARPGROUP, KEYS>(dv, call.dv.row, on_chip + AT_V, first_key, exist, full);
 }
 
-// K and V, before anything else: a block of threads begins with waiting for them, and finds out meanwhile which rows see them, if any do.
-__device__ __forceinline__ void copy_keys(const MappedCall& argument, unsigned char* on_chip, Barrier* barriers)
-{
-    const Call& call = argument.call;
-    prefetch_map(argument.map[MAP_K]);
-    prefetch_map(argument.map[MAP_V]);
-    init_barrier(barriers + K_THERE, 1);
-    init_barrier(barriers + V_THERE, 1);
-    fence_barriers();
-    fence_shared();
-    const KeyBlock place = key_block(call, blockIdx.x);
-    const int b = (int)divided(place.head, call.by_key_heads), h = (int)place.head - b * (int)call.Hkv;
-    int slot = b, row = (int)place.block * BC;
-    if constexpr (PACKED) {
-        const Sequence s = sequence(call, b);
-        if (row >= s.kv_length)
-            return;
-        slot = 0, row += (int)s.k_start;
-    }
-    arrive_expecting(barriers + K_THERE, BC * TO_D * 2);
-    copy_slabs<BC, TO_D>(on_chip + AT_K, argument.map[MAP_K], barriers + K_THERE, row, h, slot);
-    arrive_expecting(barriers + V_THERE, BC * TO_V * 2);
-    copy_slabs<BC, TO_V>(on_chip + AT_V, argument.map[MAP_V], barriers + V_THERE, row, h, slot);
-}
-
 extern "C" __global__ void __launch_bounds__(KEYS_THREADS, 1) fa2_backward_keys(const __grid_constant__ MappedCall argument)
 {
     extern __shared__ __align__(SLAB_ALIGNMENT) unsigned char on_chip[];
     Barrier* const barriers = (Barrier*)(on_chip + AT_BARRIERS);
     const Call& call = argument.call;
     if (threadIdx.x == 0) {
-        copy_keys(argument, on_chip, barriers);
-    } else if (threadIdx.x == WARP_LANES) {
         for (int n = 0; n < MAPS; n++)
-            if (n != MAP_K && n != MAP_V)
-                prefetch_map(argument.map[n]);
+            prefetch_map(argument.map[n]);
+        init_barrier(barriers + K_THERE, 1);
+        init_barrier(barriers + V_THERE, 1);
         init_barrier(barriers + DQ_THERE, COMPUTING * WARPS * ARRIVALS);
         init_barrier(barriers + DQ_READ, 1);
         for (int n = FUSED_THERE; n < BARRIERS; n++)
@@ -899,6 +855,12 @@ extern "C" __global__ void __launch_bounds__(KEYS_THREADS, 1) fa2_backward_keys(
     const Work work = work_of(call);
     if (work.j0 >= (PACKED ? work.kv_length : call.Tk))
         return;
+    if (threadIdx.x == 0 && work.steps > 0) {  // as early as can be: a block of threads begins with waiting for them
+        arrive_expecting(barriers + K_THERE, BC * TO_D * 2);
+        copy_slabs<BC, TO_D>(on_chip + AT_K, argument.map[MAP_K], barriers + K_THERE, work.k_start + work.j0, work.h, work.slot);
+        arrive_expecting(barriers + V_THERE, BC * TO_V * 2);
+        copy_slabs<BC, TO_V>(on_chip + AT_V, argument.map[MAP_V], barriers + V_THERE, work.k_start + work.j0, work.h, work.slot);
+    }
     __syncthreads();  // barriers are there
     if (threadIdx.x < WARPGROUP) {
         give_registers<COPYING_REGISTERS>();

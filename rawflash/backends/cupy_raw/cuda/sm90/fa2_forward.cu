@@ -392,8 +392,7 @@ struct Consumer {
     const int group, warp, lane;  // warpgroup, warp of it
     int part;                     // which ROWS of a piece it has
     unsigned n;                   // blocks of keys so far
-    unsigned long long next_K;
-    LowerHalf next_V;  // what the next step multiplies
+    unsigned long long next_K, next_V;  // what the next step multiplies
     bool there_K, there_V;              // is that known?
     int own, behind;              // of a piece: blocks that its rows see any of, and those behind them
     float O[WIDTH / 2], S[BC / 2], m[2], l[2];
@@ -430,9 +429,9 @@ struct Consumer {
     }
 
     __device__ __forceinline__ unsigned long long factor_K(unsigned stage) const { return moved(factor(on_chip + AT_K), stage * K_BYTES); }
-    __device__ __forceinline__ LowerHalf factor_V(unsigned stage) const
+    __device__ __forceinline__ unsigned long long factor_V(unsigned stage) const
     {
-        return moved(lower_half(on_chip + AT_V, BC * SLAB_ROW), stage * V_BYTES);
+        return moved(factor(on_chip + AT_V, BC * SLAB_ROW), stage * V_BYTES);
     }
 
     // S = Q K^T, begun
@@ -452,7 +451,7 @@ struct Consumer {
     }
 
     // O += P V, begun
-    __device__ __forceinline__ void begin_output(LowerHalf v)
+    __device__ __forceinline__ void begin_output(unsigned long long v)
     {
         fence_products();
 #pragma unroll
