@@ -495,6 +495,7 @@ def _wgmma_keys(problem: Problem, chip: Chip, d: int, dv: int, lag: int) -> Tile
     br, bc, fused = WGMMA_BACKWARD[max(d, dv)], WGMMA_BACKWARD_KEYS, lag > 0
     stages = WGMMA_FUSED_STAGES if fused else WGMMA_BACKWARD_STAGES[br]
     apart = br == WGMMA_BACKWARD_APART and not problem.deterministic
+    limits = apart and not (problem.band.lower is problem.band.upper is None)  # what hides keys of a thread
     stores = (
         problem.band.lower is None and problem.band.upper is not None and d >= dv
         and not (problem.ragged or problem.varlen or problem.deterministic)
@@ -510,6 +511,7 @@ def _wgmma_keys(problem: Problem, chip: Chip, d: int, dv: int, lag: int) -> Tile
         *((Tile("O, dO ahead", 2 * br, WGMMA_SLAB, 2), Tile("dQ behind", 68, WGMMA_SLAB, 4)) if fused else ()),
         Tile("lse", stages * br, 1, 4),
         Tile("delta", stages * br, 1, 4),
+        *((Tile("limits", 2 * bc, 4, 4),) if limits else ()),
         *((Tile("shares", 2, 8, 4),) if fused else ()),
         Tile("barriers", 4 + 3 * stages + 2 * WGMMA_BACKWARD_S * apart + 2 * fused, 1, 8),
         Tile("S, P", bc, br, 4, REGISTERS),

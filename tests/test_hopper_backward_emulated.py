@@ -469,6 +469,18 @@ def test_schedule(causal, heads, Tk, lag):
         assert index - lag >= max(of_head[place(index - behind)[0]])
 
 
+def test_divisors():
+    """``divided`` of call.cuh is a division, for all that it is for."""
+    rng = np.random.default_rng(0)
+    for n in [*range(1, 300), 2**30 - 1, 2**30, 2**30 + 1, 2**31 - 1, *map(int, rng.integers(1, 2**31, 300))]:
+        divisor = launch.divisor(n)
+        factor, shift = divisor & 0xFFFFFFFF, divisor >> 32
+        assert 0 <= shift < 32
+        last = (2**31 - 1) // n * n
+        for x in {0, n - 1, n, min(n + 1, 2**31 - 1), last - 1, last, 2**31 - 1, *map(int, rng.integers(0, 2**31, 9))}:
+            assert (2 * x * factor >> 32) >> shift == x // n
+
+
 # ---- the tests can fail ---------------------------------------------------------------------------------------
 
 def check_caught(which, old, new, cases, monkeypatch, taken):
@@ -484,6 +496,9 @@ BROKEN_STORED = {
     "": ("causal", "", ""),
     "nothing is stored": (
         "causal, d = 128", "if (STORES && i0 < to_be_stored)\n                store", "if (0) store"),
+    "keys that no row sees come where zeros are": (
+        "keys that no row sees, d = 128", "{  // their copies are to end before others are where they come\n"
+        "        await(barriers + K_THERE, 0);\n        await(barriers + V_THERE, 0);", "{"),
     "nothing is stored, d = 64": ("causal", "if (stores)", "if (false)"),
     "too much is stored": (
         "causal, d = 128", "if (STORES && i0 < to_be_stored)\n                store", "if (1) store"),
@@ -515,9 +530,10 @@ BROKEN = {
     "limits are written before V is read": (
         "causal, d = 128", "meet(WARPGROUP_MEETS + mine, WARPGROUP);  // V is read", ""),
     "what hides keys is another lane's": (
-        "causal, d = 128", "first_key * SLAB_ROW) + threadIdx.x % WARPGROUP;", "first_key * SLAB_ROW);"),
+        "causal, d = 128", "first_key * SLAB_ROW)) + threadIdx.x % WARPGROUP;", "first_key * SLAB_ROW));"),
+    "what hides keys is the other warpgroup's": ("causal", "AT_LIMITS + mine * (LIMITS / 2)", "AT_LIMITS"),
     "keys that no row sees have the dS of others": (
-        "causal, d = 128", "store_across(tile + mine * BR * SLAB_ROW, n, zeros);", ""),
+        "causal, d = 128", "store_across(tile_mine, n, zeros);", ""),
     "keys that no row sees are left out of dQ": ("causal, d = 128", "pass_on(dQ);\n                tell();", "tell();"),
     "too few keys that no row sees": ("causal, d = 128", "(i0 + BR <= seen_from ||", "(i0 <= seen_from ||"),
     "too many rows past those that see": ("window, d = 128", "|| i0 >= seen_to)", "|| i0 + BR >= seen_to)"),
@@ -553,13 +569,19 @@ BROKEN = {
         "left = blocks, to -= blocks * BLOCK;"),
     "heads of a group have no other rows than those that see a key": (
         "one key head, d = 64", "left = blocks, to += (blocks_of_head(call) - blocks) * BLOCK;", "left = blocks;"),
-    "patches are added to the same sums": ("one tile, d = 64", "to + patch * (PATCH / LANE_NUMBERS) + n", "to + n"),
+    "patches are added to the same sums": (
+        "one tile, d = 64", "to + patch * (PATCH / LANE_NUMBERS) + (n", "to + (n"),
+    "K^T is that of another warp": ("one tile, d = 64", "+ AT_K + place_across()", "+ AT_K + (place_across() ^ 32)"),
+    "K^T is the same 16 keys'": ("one tile, d = 64", "+ AT_K + place_across() + n * ROW_STEP", "+ AT_K + place_across()"),
+    "K^T is read before the rest of K is cleared": (
+        "packed", "await(barriers + DS_THERE + work.steps % S_STAGES, dS_parity(work, work.steps));", ""),
     "dQ is not fenced": (
         "one tile", "fence_shared();\n                arrive_as_warp(barriers + DQ", "arrive_as_warp(barriers + DQ"),
     "dQ is added before it is there": ("one tile", "await(barriers + DQ_THERE, parity);", ""),
     "dQ is given back before it was read": ("many steps", "await_stores_read<0>();\n        arrive(", "arrive("),
     "sequences share a block of sums": ("packed", "q_start / BR + b;", "q_start / BR;"),
-    "sums of rows and of columns are mixed up": ("one tile, d = 64", "BY_ROWS ? patch * 64 : 0", "0"),
+    "sums of rows and of columns are mixed up": (
+        "one tile, d = 64", "slabs + patch * 64 * SLAB_ROW + place", "slabs + place"),
     "dK is not scaled": ("one tile, d = 64", "dK[8 * n + 2 * e] * scale", "dK[8 * n + 2 * e]"),
 }  # fmt: skip
 

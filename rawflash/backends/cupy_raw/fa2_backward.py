@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 from rawflash.arrays import Target
-from rawflash.backends.cupy_raw.launch import SIDE, Launcher, blocks_of, launcher, side_gradients, split_inputs
+from rawflash.backends.cupy_raw.launch import SIDE, Launcher, blocks_of, divisor, launcher, side_gradients, split_inputs
 from rawflash.backends.cupy_raw.tensor_map import Box
 from rawflash.problem import Operands, Problem
 from rawflash.tiling import MMA, SPLIT_INPUTS, WGMMA, WGMMA_SLAB, Tiles, is_wide
@@ -103,13 +103,17 @@ def _schedule(problem: Problem, tiles: Tiles, key_blocks: int) -> dict[str, int]
     """In which order blocks of threads come, and how far ahead and behind they work, in whole sections of heads: as
     many as there are of them where they do not, as kernels of their own then do it for all."""
     stores = bool(dict(tiles.constants).get("STORES"))
-    section, total = _section(problem, stores), key_blocks * problem.B * problem.Hkv
-    if not tiles.lag:
-        return {"section": section, "ahead": total, "behind": total}
-    section = min(section, max(tiles.lag // key_blocks, 1))
-    at_once = section * key_blocks
-    ahead = min(at_once * (1 + blocks_of(tiles.lag, at_once)), total)
-    return {"section": section, "ahead": ahead, "behind": total - (total - ahead) // at_once * at_once}
+    section, heads = _section(problem, stores), problem.B * problem.Hkv
+    ahead = behind = total = key_blocks * heads
+    if tiles.lag:
+        section = min(section, max(tiles.lag // key_blocks, 1))
+        at_once = section * key_blocks
+        ahead = min(at_once * (1 + blocks_of(tiles.lag, at_once)), total)
+        behind = total - (total - ahead) // at_once * at_once
+    divisors = {"section": section * key_blocks, "heads": section, "last_heads": heads % section or section,
+                "key_heads": problem.Hkv}  # fmt: skip
+    words = {"section": section, "ahead": ahead, "behind": behind, "group": problem.group}
+    return words | {f"by_{name}": divisor(n) for name, n in divisors.items()}
 
 
 def _section(problem: Problem, stores: bool) -> int:

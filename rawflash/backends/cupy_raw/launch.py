@@ -67,8 +67,19 @@ def _fields() -> list[str]:
     words += [f"mask.{n}" for n in range(MASK_WORDS)]
     words += ["offset", "offset_given", "B", "Hq", "Hkv", "Tq", "Tk", "rows_q", "rows_k", "blocks"]
     words += ["parts", "part_keys", "section", "ahead", "behind"]
+    words += ["by_section", "by_heads", "by_last_heads", "by_key_heads", "group"]
     words += ["band_lower", "band_upper", "keep_threshold", "seed", "scale", "softcap", "keep_scale"]
     return words
+
+
+def divisor(n: int) -> int:
+    """What divides by ``n`` in a kernel (``divided`` in call.cuh), 1 <= n < 2^31: a factor of 32 bits, and a shift.
+
+    For m = ceil(2^(31 + s) / n) and 2^s >= n, floor(x m / 2^(31 + s)) is floor(x / n) where x < 2^31, since m n is
+    less than n, hence at most 2^s, too large.
+    """
+    shift = (n - 1).bit_length()
+    return shift << 32 | -(-(1 << 31 + shift) // n)
 
 
 FIELDS = _fields()

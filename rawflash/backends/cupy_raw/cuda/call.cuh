@@ -48,11 +48,19 @@ struct Call {
     long long parts, part_keys;      // fa2 forward: how many blocks of threads share the keys of a block of rows, keys of each
     long long section;               // sm90: query heads that are gone through together
     long long ahead, behind;         // sm90 backward: how many blocks of threads later, or before, those are whose rows one prepares, or finishes
+    long long by_section, by_heads, by_last_heads, by_key_heads;  // there, for divided(): a section's blocks, its heads, those of the last; Hkv
+    long long group;                 // there: query heads of a key head
     long long band_lower, band_upper;
     long long keep_threshold, seed;
     double scale, softcap, keep_scale;
 };
 static_assert(sizeof(Call) == 8 * CALL_WORDS, "launch.py and call.cuh disagree on the fields of a call");
+
+// n / divisor for n < 2^31, by an inverse from the host (launch.py, `divisor`): a division takes thirty instructions, one behind the other.
+__device__ __forceinline__ unsigned divided(unsigned n, long long divisor)
+{
+    return __umulhi(2 * n, (unsigned)divisor) >> (unsigned)(divisor >> 32);
+}
 
 // One sequence of the batch, as far as it is not padding. Tables on the device are not to be trusted: all is clamped to the arrays.
 struct Sequence {

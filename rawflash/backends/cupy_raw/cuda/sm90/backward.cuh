@@ -32,9 +32,10 @@ struct KeyBlock {
 __device__ __forceinline__ KeyBlock key_block(const Call& call, unsigned index)
 {
     const unsigned heads = (unsigned)(call.B * call.Hkv), blocks = (unsigned)call.blocks, section = (unsigned)call.section;
-    const unsigned first = index / (section * blocks) * section, rest = index - first * blocks;
-    const unsigned count = heads - first < section ? heads - first : section;
-    return {first + rest % count, STORES ? blocks - 1 - rest / count : rest / count};
+    const unsigned first = divided(index, call.by_section) * section, rest = index - first * blocks;
+    const bool is_last = heads - first < section;
+    const unsigned block = divided(rest, is_last ? call.by_last_heads : call.by_heads), head = first + rest - block * (is_last ? heads - first : section);
+    return {head, STORES ? blocks - 1 - block : block};
 }
 
 __device__ __forceinline__ Work work_of(const Call& call)
@@ -42,8 +43,8 @@ __device__ __forceinline__ Work work_of(const Call& call)
     Work work;
     const KeyBlock place = key_block(call, blockIdx.x);
     work.j0 = (int)place.block * BC;
-    work.b = (int)(place.head / (unsigned)call.Hkv);
-    work.h = (int)(place.head % (unsigned)call.Hkv);
+    work.b = (int)divided(place.head, call.by_key_heads);
+    work.h = (int)place.head - work.b * (int)call.Hkv;
     const Sequence s = sequence(call, work.b);
     work.slot = (int)s.slot, work.q_start = (int)s.q_start, work.k_start = (int)s.k_start;
     work.q_length = (int)(FUSED ? call.Tq : s.q_length), work.kv_length = (int)(FUSED ? call.Tk : s.kv_length), work.offset = s.offset;
@@ -53,7 +54,7 @@ __device__ __forceinline__ Work work_of(const Call& call)
         work.i_low = (int)clamp(work.j0 - s.offset - call.band_upper, 0, work.i_high) / BR * BR;
         work.i_high = (int)clamp(j1 - s.offset - call.band_lower, 0, work.i_high);
     }
-    work.steps = work.i_high > work.i_low ? (work.i_high - work.i_low + BR - 1) / BR * ((int)call.Hq / (int)call.Hkv) : 0;
+    work.steps = work.i_high > work.i_low ? (work.i_high - work.i_low + BR - 1) / BR * (int)call.group : 0;
     return work;
 }
 

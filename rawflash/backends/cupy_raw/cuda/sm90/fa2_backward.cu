@@ -28,14 +28,16 @@ constexpr int PART = 64, PARTS = BR / PART;             // rows that dP has at a
 static_assert(KEYS == 64 && BR % SLAB == 0, "what products can do");
 
 // Steps of SUM columns of dP = V dO^T whose factor V is in registers, not in shared memory, which is what bounds this kernel: as many as there is
-// room for. LIMITS_ON_CHIP: no product reads that slab of V any more, and what hides keys of a lane is there, as few blocks of rows need it.
-constexpr int V_HELD = APART ? STORES ? 2 : BAND ? 4 : 3 : BR == 128 ? TO_V / SUM : 4;
-constexpr bool LIMITS_ON_CHIP = BAND && BR == 64;
+// room for. LIMITS_ON_CHIP: what hides keys of a lane is in shared memory, as few blocks of rows need it; where no product reads that slab of V any
+// more, there.
+constexpr int V_HELD = APART ? STORES ? 1 : 3 : BR == 128 ? TO_V / SUM : 4;
+constexpr bool LIMITS_ON_CHIP = BAND && (BR == 64 || APART);
 constexpr bool ROWS_FIRST = BR == 64 && !BAND;  // lse and delta are read before the first of them is needed: faster there, slower elsewhere
 // Where warpgroups do not wait for each other, dP begins with -delta instead of 0, so that its rows are read before products begin, not behind them.
 constexpr bool DELTA_FIRST = APART;
 constexpr bool SKIPS = BAND && BR == 64;  // products between rows and keys none of which they see
-static_assert(V_HELD <= TO_V / SUM && (!LIMITS_ON_CHIP || V_HELD >= SLAB / SUM), "a slab");
+constexpr int K_HELD = 5;  // the same of K^T, where a warpgroup computes dQ^T = K^T dS^T
+static_assert(V_HELD <= TO_V / SUM && (!LIMITS_ON_CHIP || APART || V_HELD >= SLAB / SUM), "a slab");
 
 // Who computes which part of dQ_i, 64 rows each: half of the columns, or half of the rows; or all of it, from the warpgroup's own keys.
 constexpr bool BY_COLUMNS = BR == 64 && TO_D == 128, BY_ROWS = BR == 128 && TO_D == 64, BY_KEYS = !BY_COLUMNS && !BY_ROWS;
@@ -60,7 +62,8 @@ constexpr int AT_K = 0, AT_V = AT_K + BC * TO_D * 2, AT_Q = AT_V + BC * TO_V * 2
 constexpr int AT_DS = AT_DO + STAGES * BR * TO_V * 2, AT_DQ = AT_DS + S_STAGES * BC * BR * 2;
 constexpr int AT_PREPARED = AT_DQ + (APART ? 0 : COMPUTING * PATCH * 4), AT_FINISHED = AT_PREPARED + FUSED * PREPARED_BYTES;
 constexpr int AT_LSE = AT_FINISHED + FUSED * (FINISHED_BEFORE + PATCH * 4), AT_DELTA = AT_LSE + STAGES * BR * 4;
-constexpr int AT_SHARES = AT_DELTA + STAGES * BR * 4, AT_BARRIERS = AT_SHARES + FUSED * 64;
+constexpr int AT_LIMITS = AT_DELTA + STAGES * BR * 4, LIMITS = BAND && APART ? COMPUTING * WARPGROUP * VECTOR_BYTES : 0;
+constexpr int AT_SHARES = AT_LIMITS + LIMITS, AT_BARRIERS = AT_SHARES + FUSED * 64;
 constexpr int K_THERE = 0, V_THERE = 1, DQ_THERE = 2, DQ_READ = 3, Q_THERE = 4, O_THERE = Q_THERE + STAGES, READ = O_THERE + STAGES;
 constexpr int DS_THERE = READ + STAGES, DS_READ = DS_THERE + S_STAGES * APART, FUSED_THERE = DS_READ + S_STAGES * APART;
 constexpr int BARRIERS = FUSED_THERE + 2 * FUSED;
@@ -68,7 +71,7 @@ static_assert(AT_BARRIERS + BARRIERS * 8 == TILE_BYTES, "tiling.py and this file
 
 constexpr int ALL_MEET = 1, WARPGROUP_MEETS = 2, ALL_ADDED = 4;  // named barriers: of all that compute, one of each warpgroup; dQ has all
 // Preparing and finishing takes more registers than copying; with 64 rows the warpgroups that compute can spare none.
-constexpr int COPYING_REGISTERS = FUSED && APART ? 32 : 24, ADDING_REGISTERS = FUSED ? 64 : 72, COMPUTING_REGISTERS = APART ? 208 : 240;
+constexpr int COPYING_REGISTERS = FUSED && APART ? 32 : 24, ADDING_REGISTERS = FUSED ? 80 : 88, COMPUTING_REGISTERS = APART ? 200 : 240;
 static_assert(COPYING_REGISTERS + APART * ADDING_REGISTERS + COMPUTING * COMPUTING_REGISTERS <= 512, "what a multiprocessor has for 128 threads");
 
 // The first row of each step: up the blocks of rows of one head after the other. DETERMINISTIC: down, as blocks of keys then take turns at dQ, and
@@ -113,11 +116,12 @@ __device__ __forceinline__ void find_share(const Call& call, unsigned index, vol
 {
     const KeyBlock place = key_block(call, index);
     share.head = place.head;
-    share.b = (int)(place.head / (unsigned)call.Hkv);
-    share.h = (int)(place.head % (unsigned)call.Hkv) * ((int)call.Hq / (int)call.Hkv);
+    const unsigned b = divided(place.head, call.by_key_heads);
+    share.b = (int)b;
+    share.h = (int)(place.head - b * (unsigned)call.Hkv) * (int)call.group;
     share.block = share.from = rows_before(call, place.block);
     share.to = rows_before(call, place.block + 1);
-    share.left = (share.to - share.from) * ((int)call.Hq / (int)call.Hkv);
+    share.left = (share.to - share.from) * (int)call.group;
 }
 
 __device__ __forceinline__ void next_block(volatile Share& share)
@@ -269,14 +273,14 @@ __device__ __forceinline__ void finish_rows(const MappedCall& argument, unsigned
             await(barrier, parity);
             unsigned from = shared_address(sums) + lane * VECTOR_BYTES;
 #pragma unroll 1
-            for (int row = lane % 16; row < 64; row += 16)
+            for (int row = APART ? lane / 16 * 8 + lane % 8 : lane % 16; row < 64; row += 16)
 #pragma unroll
-                for (int x = lane / 16; x < SLAB / 8; x += 2, from += 2 * WARP_LANES * VECTOR_BYTES) {
+                for (int x = APART ? lane / 8 % 2 : lane / 16; x < SLAB / 8; x += 2, from += 2 * WARP_LANES * VECTOR_BYTES) {
                     const uint4 left = load_shared(from), right = load_shared(from + WARP_LANES * VECTOR_BYTES);
                     const auto scaled = [&](unsigned x, unsigned y) { return pair(__uint_as_float(x) * scale, __uint_as_float(y) * scale); };
                     const unsigned words[4] = {scaled(left.x, left.y), scaled(left.z, left.w), scaled(right.x, right.y), scaled(right.z, right.w)};
                     __syncwarp();  // all have read
-                    store_matrices<false>(place + in_slab(row, x), words[0], words[1], words[2], words[3]);
+                    store_matrices<APART>(place + in_slab(row, x), words[0], words[1], words[2], words[3]);
                 }
             fence_shared();
             __syncwarp();
@@ -303,7 +307,7 @@ __device__ __forceinline__ void copy_all(const MappedCall& argument, const Work&
     if constexpr (FUSED)
         await_prepared(call, work);
     Ring<STAGES> to;
-    int h = work.h * ((int)call.Hq / (int)call.Hkv), i0 = first_rows(work);
+    int h = work.h * (int)call.group, i0 = first_rows(work);
     for (int steps = work.steps; steps > 0; steps--) {
         Barrier *const q_there = barriers + Q_THERE + to.stage, *const o_there = barriers + O_THERE + to.stage;
         await(barriers + READ + to.stage, to.parity ^ 1);
@@ -367,7 +371,7 @@ __device__ __forceinline__ void pass_stored(const Call& call, const Work& work, 
 __device__ __forceinline__ void add_all(const Call& call, const Work& work, const unsigned char* on_chip, Barrier* barriers)
 {
     constexpr int BYTES = (BY_KEYS ? 1 : COMPUTING) * PATCH * 4;
-    int h = work.h * ((int)call.Hq / (int)call.Hkv), i0 = first_rows(work), parity = 0;
+    int h = work.h * (int)call.group, i0 = first_rows(work), parity = 0;
     if constexpr (FUSED) {
         await_prepared(call, work);
         fence_device();
@@ -422,11 +426,16 @@ template <int ROWS> __device__ __forceinline__ void load_factor(unsigned (&facto
     }
 }
 
-// 16 rows of dS, the n-th of a block, to a slab of the warpgroup's keys.
-__device__ __forceinline__ void store_across(unsigned char* slab, int n, const unsigned (&factor)[4])
+// Where a lane stores its part of 16 rows of dS in a slab of its warpgroup's keys; and those, of the n-th 16.
+__device__ __forceinline__ unsigned place_across()
 {
     const int lane = threadIdx.x % WARP_LANES, warp = threadIdx.x / WARP_LANES % WARPS, matrix = lane / 8;
-    store_matrices<true>(slab + in_slab(16 * n + matrix / 2 * 8 + lane % 8, 2 * warp + matrix % 2), factor[0], factor[1], factor[2], factor[3]);
+    return in_slab(matrix / 2 * 8 + lane % 8, 2 * warp + matrix % 2);
+}
+
+__device__ __forceinline__ void store_across(unsigned char* place, int n, const unsigned (&factor)[4])
+{
+    store_matrices<true>(place + n * ROW_STEP, factor[0], factor[1], factor[2], factor[3]);
 }
 
 __device__ __forceinline__ void all_meet()
@@ -437,14 +446,15 @@ __device__ __forceinline__ void all_meet()
         meet(ALL_MEET, COMPUTING * WARPGROUP);
 }
 
-// The warpgroup that computes dQ_i where it is APART: 64 rows after 64, each added as soon as it is there.
+// The warpgroup that computes dQ_i where it is APART: 64 rows after 64, each added as soon as it is there. It computes dQ_i^T = K^T dS_i^T, a warp 16
+// columns, so that of the factor that stays, K^T, it holds as much as it has registers for. In the sums 16 rows come behind 16, of all warps.
 __device__ __forceinline__ void add_apart(const Call& call, const Work& work, const unsigned char* on_chip, Barrier* barriers)
 {
     constexpr int BLOCK = BR * TO_D / LANE_NUMBERS;
     const int lane = threadIdx.x % WARP_LANES, warp = threadIdx.x / WARP_LANES % WARPS;
     const LowerHalf keys_across = lower_half(on_chip, BC * SLAB_ROW), K_across = moved(keys_across, AT_K), dS_across = moved(keys_across, AT_DS);
-    const int h = work.h * ((int)call.Hq / (int)call.Hkv), blocks = (work.i_high - work.i_low + BR - 1) / BR;  // of rows, of each head
-    float4* to = (float4*)sums_of_block(call, first_block(call, work.b, h, work.q_start) + work.i_low / BR) + warp * (DQ_COLUMNS / 8) * WARP_LANES + lane;
+    const int h = work.h * (int)call.group, blocks = (work.i_high - work.i_low + BR - 1) / BR;  // of rows, of each head
+    float4* to = (float4*)sums_of_block(call, first_block(call, work.b, h, work.q_start) + work.i_low / BR) + warp * 2 * WARP_LANES + lane;
     const int to_be_stored = STORES ? (stored_to(call, work) - work.i_low + BR - 1) / BR : 0;  // blocks of rows, if any
     int left = blocks;
     const auto pass = [&](int steps) {
@@ -453,8 +463,14 @@ __device__ __forceinline__ void add_apart(const Call& call, const Work& work, co
             pass_stored(call, work, h + (work.steps - steps) / blocks);
         meet(ALL_ADDED, WARPGROUP);
     };
-    if (work.steps > 0)
+    unsigned K_mine[K_HELD][4];
+    if (work.steps > 0) {
         await(barriers + K_THERE, 0);
+        await(barriers + DS_THERE + work.steps % S_STAGES, dS_parity(work, work.steps));  // keys that do not exist have been cleared
+#pragma unroll
+        for (int n = 0; n < K_HELD; n++)
+            load_matrices_transposed(K_mine[n], shared_address(on_chip) + AT_K + place_across() + n * ROW_STEP);
+    }
 #pragma unroll 1
     for (int steps = work.steps; steps > 0; steps--) {
         const int stage = steps % S_STAGES;
@@ -464,20 +480,24 @@ __device__ __forceinline__ void add_apart(const Call& call, const Work& work, co
         await(barriers + DS_THERE + stage, dS_parity(work, steps));
 #pragma unroll
         for (int patch = 0; patch < PATCHES; patch++) {
-            float dQ[DQ_COLUMNS / 2];
+            float dQ[64 / 2];
             fence_products();
 #pragma unroll
-            for (int n = 0; n < BC / SUM; n++)
-                multiply_ss<DQ_COLUMNS, true, true>(dQ, moved(dS_across, patch * BC * SLAB_ROW + n * ROW_STEP) + stage * (BC * BR * 2 >> 4),
-                                                    moved(K_across, n * ROW_STEP), n > 0);
+            for (int n = 0; n < BC / SUM; n++) {
+                const LowerHalf dS = moved(dS_across, patch * BC * SLAB_ROW + n * ROW_STEP) + stage * (BC * BR * 2 >> 4);
+                if (n < K_HELD)
+                    multiply_rs<64, true>(dQ, K_mine[n < K_HELD ? n : 0], dS, n > 0);
+                else
+                    multiply_ss<64, true, true>(dQ, moved(K_across, n * ROW_STEP), dS, n > 0);
+            }
             commit_products();
             await_products<0>();
             if (patch + 1 == PATCHES)
                 arrive_as_warp(barriers + DS_READ + stage, lane);
 #pragma unroll
-            for (int n = 0; n < DQ_COLUMNS / 8; n++) {
+            for (int n = 0; n < 64 / 8; n++) {
                 const float4 numbers = make_float4(dQ[4 * n], dQ[4 * n + 1], dQ[4 * n + 2], dQ[4 * n + 3]);
-                float4* const sums = to + patch * (PATCH / LANE_NUMBERS) + n * WARP_LANES;
+                float4* const sums = to + patch * (PATCH / LANE_NUMBERS) + (n / 2 * 2 * WARPS + n % 2) * WARP_LANES;
                 if (stores)
                     *sums = numbers;
                 else
@@ -536,7 +556,10 @@ __device__ __forceinline__ void compute_all(const Call& call, const Work& work, 
         }
         // Copies read what follows the rows of a sequence if there is something
         const bool rows_follow = work.q_start + q_length < call.rows_q, keys_follow = work.k_start + work.kv_length < call.rows_k;
-        float4* const passed = (float4*)(on_chip + AT_DQ) + mine * (PATCH / LANE_NUMBERS) + warp * (DQ_COLUMNS / 8) * WARP_LANES + lane;
+        // Where the lane stores its part of dQ and of the first 16 rows of dS. To the compiler they are other numbers in each step: it keeps them, in a
+        // register each, and does not compute them anew.
+        unsigned at_dQ = AT_DQ + VECTOR_BYTES * (mine * (PATCH / LANE_NUMBERS) + warp * (DQ_COLUMNS / 8) * WARP_LANES + lane);
+        unsigned at_dS = AT_DS + mine * BR * SLAB_ROW + (DS_BY_ROWS ? place_across() : 0);
 
         // Of all matrices on chip; where they are read across, rows of a slab decide where the next slab is
         const LowerHalf chip = lower_half(on_chip), keys_across = lower_half(on_chip, BC * SLAB_ROW), rows_across = lower_half(on_chip, BR * SLAB_ROW);
@@ -547,7 +570,7 @@ __device__ __forceinline__ void compute_all(const Call& call, const Work& work, 
         const LowerHalf dS_across = moved(keys_across, AT_DS + (BY_ROWS ? mine * BC * SLAB_ROW : 0));
 
         Ring<STAGES> at;
-        int h = work.h * ((int)call.Hq / (int)call.Hkv), i0 = first_rows(work);
+        int h = work.h * (int)call.group, i0 = first_rows(work);
         const auto next_step = [&]() {
             at.next();
             i0 = next_rows(work, i0);
@@ -567,15 +590,19 @@ __device__ __forceinline__ void compute_all(const Call& call, const Work& work, 
 #pragma unroll
         for (int n = 0; n < V_HELD; n++)
             load_factor<BC>(V_mine[n], on_chip + AT_V, first_key, n);
-        uint4* const limits = (uint4*)(on_chip + AT_V + first_key * SLAB_ROW) + threadIdx.x % WARPGROUP;
+        uint4* const limits = (uint4*)(on_chip + (APART ? AT_LIMITS + mine * (LIMITS / 2) : AT_V + first_key * SLAB_ROW)) + threadIdx.x % WARPGROUP;
         if constexpr (LIMITS_ON_CHIP) {
-            meet(WARPGROUP_MEETS + mine, WARPGROUP);  // V is read
+            if constexpr (!APART)
+                meet(WARPGROUP_MEETS + mine, WARPGROUP);  // V is read
             *limits = make_uint4(first[0], first[1], count[0], count[1]);
         }
 
         for (int steps = work.steps; steps > 0; steps--) {
             const bool rows_end = rows_follow && i0 + BR > q_length;
             unsigned char* const tile = on_chip + AT_DS + steps % S_STAGES * (BC * BR * 2);
+            if constexpr (DS_BY_ROWS)
+                at_dS = once_more(at_dS);
+            unsigned char* const tile_mine = on_chip + at_dS + steps % S_STAGES * (BC * BR * 2);
             const int of_q = at.stage * (BR * TO_D * 2 >> 4), of_o = at.stage * (BR * TO_V * 2 >> 4);
             const int of_s = steps % S_STAGES * (BC * BR * 2 >> 4);
 
@@ -592,6 +619,9 @@ __device__ __forceinline__ void compute_all(const Call& call, const Work& work, 
             };
             const auto pass_on = [&](const float (&dQ)[DQ_COLUMNS / 2]) __attribute__((always_inline)) {
                 await(barriers + DQ_READ, (work.steps - steps & 1) ^ 1);  // that of the step before is on its way
+                if constexpr (DS_BY_ROWS)
+                    at_dQ = once_more(at_dQ);
+                float4* const passed = (float4*)(on_chip + at_dQ);
 #pragma unroll
                 for (int n = 0; n < DQ_COLUMNS / 8; n++)
                     passed[n * WARP_LANES] = make_float4(dQ[4 * n], dQ[4 * n + 1], dQ[4 * n + 2], dQ[4 * n + 3]);
@@ -609,7 +639,7 @@ __device__ __forceinline__ void compute_all(const Call& call, const Work& work, 
                 const unsigned zeros[4] = {};
 #pragma unroll
                 for (int n = 0; n < BR / SUM; n++)
-                    store_across(tile + mine * BR * SLAB_ROW, n, zeros);
+                    store_across(tile_mine, n, zeros);
                 fence_shared();
                 all_meet();
                 float dQ[DQ_COLUMNS / 2];
@@ -741,7 +771,7 @@ __device__ __forceinline__ void compute_all(const Call& call, const Work& work, 
                         const int row = r * (PART / SUM) + n;
                         to_factor(dS[row], x, n);
                         if constexpr (DS_BY_ROWS)
-                            store_across(tile + mine * BR * SLAB_ROW, row, dS[row]);
+                            store_across(tile_mine, row, dS[row]);
                         else
                             store_factor<BC>(tile, first_key, row, dS[row]);
                     }
@@ -800,6 +830,9 @@ __device__ __forceinline__ void compute_all(const Call& call, const Work& work, 
             await(barriers + DS_READ + 1 % S_STAGES, dS_parity(work, 1));
         else
             all_meet();
+    } else {  // their copies are to end before others are where they come
+        await(barriers + K_THERE, 0);
+        await(barriers + V_THERE, 0);
     }
 
     // Write dK_j, dV_j, by way of where K and V were. Keys of padding have 0.
@@ -826,16 +859,42 @@ __device__ __forceinline__ void compute_all(const Call& call, const Work& work, 
     store_rows<BC, TO_V, DV, WARPGROUP, KEYS>(dv, call.dv.row, on_chip + AT_V, first_key, exist, full);
 }
 
+// K and V, before anything else: a block of threads begins with waiting for them, and finds out meanwhile which rows see them, if any do.
+__device__ __forceinline__ void copy_keys(const MappedCall& argument, unsigned char* on_chip, Barrier* barriers)
+{
+    const Call& call = argument.call;
+    prefetch_map(argument.map[MAP_K]);
+    prefetch_map(argument.map[MAP_V]);
+    init_barrier(barriers + K_THERE, 1);
+    init_barrier(barriers + V_THERE, 1);
+    fence_barriers();
+    fence_shared();
+    const KeyBlock place = key_block(call, blockIdx.x);
+    const int b = (int)divided(place.head, call.by_key_heads), h = (int)place.head - b * (int)call.Hkv;
+    int slot = b, row = (int)place.block * BC;
+    if constexpr (PACKED) {
+        const Sequence s = sequence(call, b);
+        if (row >= s.kv_length)
+            return;
+        slot = 0, row += (int)s.k_start;
+    }
+    arrive_expecting(barriers + K_THERE, BC * TO_D * 2);
+    copy_slabs<BC, TO_D>(on_chip + AT_K, argument.map[MAP_K], barriers + K_THERE, row, h, slot);
+    arrive_expecting(barriers + V_THERE, BC * TO_V * 2);
+    copy_slabs<BC, TO_V>(on_chip + AT_V, argument.map[MAP_V], barriers + V_THERE, row, h, slot);
+}
+
 extern "C" __global__ void __launch_bounds__(KEYS_THREADS, 1) fa2_backward_keys(const __grid_constant__ MappedCall argument)
 {
     extern __shared__ __align__(SLAB_ALIGNMENT) unsigned char on_chip[];
     Barrier* const barriers = (Barrier*)(on_chip + AT_BARRIERS);
     const Call& call = argument.call;
     if (threadIdx.x == 0) {
+        copy_keys(argument, on_chip, barriers);
+    } else if (threadIdx.x == WARP_LANES) {
         for (int n = 0; n < MAPS; n++)
-            prefetch_map(argument.map[n]);
-        init_barrier(barriers + K_THERE, 1);
-        init_barrier(barriers + V_THERE, 1);
+            if (n != MAP_K && n != MAP_V)
+                prefetch_map(argument.map[n]);
         init_barrier(barriers + DQ_THERE, COMPUTING * WARPS * ARRIVALS);
         init_barrier(barriers + DQ_READ, 1);
         for (int n = FUSED_THERE; n < BARRIERS; n++)
@@ -855,12 +914,6 @@ extern "C" __global__ void __launch_bounds__(KEYS_THREADS, 1) fa2_backward_keys(
     const Work work = work_of(call);
     if (work.j0 >= (PACKED ? work.kv_length : call.Tk))
         return;
-    if (threadIdx.x == 0 && work.steps > 0) {  // as early as can be: a block of threads begins with waiting for them
-        arrive_expecting(barriers + K_THERE, BC * TO_D * 2);
-        copy_slabs<BC, TO_D>(on_chip + AT_K, argument.map[MAP_K], barriers + K_THERE, work.k_start + work.j0, work.h, work.slot);
-        arrive_expecting(barriers + V_THERE, BC * TO_V * 2);
-        copy_slabs<BC, TO_V>(on_chip + AT_V, argument.map[MAP_V], barriers + V_THERE, work.k_start + work.j0, work.h, work.slot);
-    }
     __syncthreads();  // barriers are there
     if (threadIdx.x < WARPGROUP) {
         give_registers<COPYING_REGISTERS>();
@@ -900,18 +953,21 @@ extern "C" __global__ void __launch_bounds__(THREADS) fa2_backward_finish(const 
     const float scale = (float)call.scale;
     if (patch < PATCHES) {
         const float* const sums = sums_of_block(call, first_block(call, b, h, s.q_start) + block) + patch * PATCH +
-                                  (warp * (DQ_COLUMNS / 8) * WARP_LANES + lane) * LANE_NUMBERS;
+                                  (warp * (APART ? 2 : DQ_COLUMNS / 8) * WARP_LANES + lane) * LANE_NUMBERS;
         unsigned char* const slabs = on_chip + (BY_COLUMNS ? patch * BR * SLAB_ROW : 0);
 #pragma unroll
         for (int n = 0; n < DQ_COLUMNS / SUM; n++) {
             unsigned x[4];
 #pragma unroll
             for (int e = 0; e < 2; e++) {
-                const float4 y = *reinterpret_cast<const float4*>(sums + (2 * n + e) * WARP_LANES * LANE_NUMBERS);
+                const float4 y = *reinterpret_cast<const float4*>(sums + ((APART ? 2 * WARPS : 2) * n + e) * WARP_LANES * LANE_NUMBERS);
                 x[2 * e] = pair(y.x * scale, y.y * scale);
                 x[2 * e + 1] = pair(y.z * scale, y.w * scale);
             }
-            store_factor<BR>(slabs, BY_ROWS ? patch * 64 : 0, n, x);
+            if constexpr (APART)
+                store_across(slabs + patch * 64 * SLAB_ROW + place_across(), n, x);
+            else
+                store_factor<BR>(slabs, BY_ROWS ? patch * 64 : 0, n, x);
         }
     }
     __syncthreads();  // the rows are there

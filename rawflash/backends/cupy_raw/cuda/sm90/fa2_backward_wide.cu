@@ -70,7 +70,7 @@ __device__ __forceinline__ void copy_rows(
 {
     const int lane = threadIdx.x % WARP_LANES;
     Ring<STAGES> at;
-    int h = work.h * ((int)call.Hq / (int)call.Hkv), i0 = work.i_low;
+    int h = work.h * (int)call.group, i0 = work.i_low;
     for (int steps = work.steps; steps > 0; steps--) {
         float x[BR / WARP_LANES];
 #pragma unroll
@@ -191,7 +191,7 @@ template <int COLUMNS> struct Sums {
     }
 
     // += X^T Y; X^T in registers, Y in slabs of BR rows.
-    __device__ __forceinline__ void add(const unsigned (&x)[BR / SUM][4], unsigned long long y)
+    __device__ __forceinline__ void add(const unsigned (&x)[BR / SUM][4], LowerHalf y)
     {
         fence_products();
 #pragma unroll
@@ -237,7 +237,7 @@ __device__ __forceinline__ void compute_scores(const Call& call, const Work& wor
     if (work.steps > 0) {
         const float scale = (float)(call.scale * (double)LOG2E);
         const Seen seen(call, work);
-        const unsigned long long K = factor(on_chip + AT_K), Q = factor(on_chip + AT_Q), dO_across = factor(on_chip + AT_DO, BR * SLAB_ROW);
+        const LowerHalf K = lower_half(on_chip + AT_K), Q = lower_half(on_chip + AT_Q), dO_across = lower_half(on_chip + AT_DO, BR * SLAB_ROW);
         Ring<STAGES> at;
         int i0 = work.i_low, last = -1;
 
@@ -320,7 +320,7 @@ __device__ __forceinline__ void compute_slopes(const Call& call, const Work& wor
 
     if (work.steps > 0) {
         const Seen seen(call, work);
-        const unsigned long long V = factor(on_chip + AT_V), dO = factor(on_chip + AT_DO), Q_across = factor(on_chip + AT_Q, BR * SLAB_ROW);
+        const LowerHalf V = lower_half(on_chip + AT_V), dO = lower_half(on_chip + AT_DO), Q_across = lower_half(on_chip + AT_Q, BR * SLAB_ROW);
         Ring<STAGES> at;
         int i0 = work.i_low, last = -1;
 
@@ -409,8 +409,8 @@ __device__ __forceinline__ void compute_rows(const Call& call, const Work& work,
 {
     if (work.steps == 0)
         return;
-    const unsigned long long K_across = factor(on_chip + AT_K, BC * SLAB_ROW), dS_across = factor(on_chip + AT_DS, BC * SLAB_ROW);
-    float* sums = sums_of_block(call, first_block(call, work.b, work.h * (call.Hq / call.Hkv), work.q_start) + work.i_low / BR) +
+    const LowerHalf K_across = lower_half(on_chip + AT_K, BC * SLAB_ROW), dS_across = lower_half(on_chip + AT_DS, BC * SLAB_ROW);
+    float* sums = sums_of_block(call, first_block(call, work.b, work.h * call.group, work.q_start) + work.i_low / BR) +
                   lane_numbers();
     int i0 = work.i_low;
     await_keys(call, work, on_chip, barriers);

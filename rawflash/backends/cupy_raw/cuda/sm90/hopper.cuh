@@ -219,17 +219,18 @@ __device__ __forceinline__ unsigned long long moved(unsigned long long factor, i
     return (factor & 0xFFFFFFFF00000000ull) | ((unsigned)factor + (bytes >> 4));
 }
 
-// The lower half of a factor, whose upper half is the same for all; `steps` are of 16 bytes. In the backward pass products of factors in rings of
-// stages take a third fewer instructions of the uniform datapath so. In the forward pass they take more: the assembler keeps whole factors that stay
-// where they are, but not one that it is told how to put together.
+// The lower half of a factor, whose upper half is the same for all; `steps` are of 16 bytes. For factors that move, as in rings of stages: the
+// assembler keeps whole ones that stay where they are, but sets an upper half that it knows again in front of each product (58 of the 510 instructions
+// of a step of the backward pass). One that it does not know, as to it grids may have several axes, it keeps; but in one place, from which the second
+// factor of a product took copies: so each has its own, and those beside P and dS another one.
 struct LowerHalf {
     unsigned bits;
     __device__ __forceinline__ LowerHalf operator+(int steps) const { return {bits + steps}; }
-    __device__ __forceinline__ operator unsigned long long() const
+    __device__ __forceinline__ unsigned long long whole(unsigned one) const
     {
-        unsigned long long whole;
-        asm("mov.b64 %0, {%1, %2};" : "=l"(whole) : "r"(bits), "n"((1 << 30) | (8 * SLAB_ROW >> 4)));
-        return whole;
+        unsigned long long x;
+        asm("mov.b64 %0, {%1, %2};" : "=l"(x) : "r"(bits), "r"(((1 << 30) | (8 * SLAB_ROW >> 4)) - 1 + one));
+        return x;
     }
 };
 __device__ __forceinline__ LowerHalf lower_half(const void* first, int slab_bytes = 16) { return {(shared_address(first) >> 4) + (slab_bytes >> 4 << 16)}; }
@@ -272,11 +273,23 @@ __device__ __forceinline__ void multiply_ss(float (&sum)[N / 2], unsigned long l
     Products<N>::template ss<TRANSPOSED_A, TRANSPOSED_B>(sum, a, b, adds);
 }
 
+template <int N, bool TRANSPOSED_A = false, bool TRANSPOSED_B = false>
+__device__ __forceinline__ void multiply_ss(float (&sum)[N / 2], LowerHalf a, LowerHalf b, bool adds)
+{
+    multiply_ss<N, TRANSPOSED_A, TRANSPOSED_B>(sum, a.whole(gridDim.y), b.whole(gridDim.z), adds);
+}
+
 // A in registers.
 template <int N, bool TRANSPOSED_B = false>
 __device__ __forceinline__ void multiply_rs(float (&sum)[N / 2], const unsigned (&a)[4], unsigned long long b, bool adds)
 {
     Products<N>::template rs<TRANSPOSED_B>(sum, a, b, adds);
+}
+
+template <int N, bool TRANSPOSED_B = false>
+__device__ __forceinline__ void multiply_rs(float (&sum)[N / 2], const unsigned (&a)[4], LowerHalf b, bool adds)
+{
+    multiply_rs<N, TRANSPOSED_B>(sum, a, b.whole(TRANSPOSED_B ? blockDim.y : gridDim.z), adds);
 }
 
 #if TYPE == BFLOAT16
