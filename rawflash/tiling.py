@@ -29,6 +29,7 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 
@@ -121,6 +122,8 @@ WGMMA_BACKWARD_STAGES, WGMMA_BACKWARD_S = {64: 3, 128: 2}, 2  # blocks of Q and 
 WGMMA_FUSED, WGMMA_FUSED_KEYS, WGMMA_FUSED_LAG = 4.0, 4, 1.0
 WGMMA_FUSED_ROWS = {64: 256, 128: 448}
 WGMMA_FUSED_STAGES = 2
+# Blocks of threads that the last blocks of keys are divided among, at most, and what one more costs, in steps.
+WGMMA_DIVIDED_MOST, WGMMA_DIVIDED_COST = 8, 6.0
 WGMMA_STORED = 512  # rows and keys up to which the first of a causal band stores its dQ, so that no sums are cleared
 WGMMA_WIDE = 64  # Br and Bc where d or dv is above those of WGMMA_BACKWARD
 WGMMA_WIDE_STAGES = ((3, 2), (3, 1), (2, 2), (2, 1))  # of Q and dO, and of P, on chip: the first that fit
@@ -248,6 +251,24 @@ class Tile:
         return self.elements * self.itemsize
 
 
+class Divided(NamedTuple):
+    """The last blocks of keys of a backward pass, each of which several blocks of threads have some rows of."""
+
+    halved: int = 0  # blocks of keys that two of them share
+    others: int = 0  # and those behind these
+    parts: int = 1  # how many share each of the latter
+
+    @property
+    def threads(self) -> int:
+        """Blocks of threads that all of these have."""
+        return 2 * self.halved + self.parts * self.others
+
+    @property
+    def more(self) -> int:
+        """More blocks of threads than blocks of keys."""
+        return self.threads - self.halved - self.others
+
+
 @dataclass(frozen=True)
 class Tiles:
     """The block sizes of one kernel and what they put on chip.
@@ -287,6 +308,8 @@ class Tiles:
         do that.
     parts_bytes : int
         Device memory for parts of pieces of work that these blocks share, so that they end together; 0: they do not.
+    divided : Divided
+        Only the backward pass of "wgmma": the last blocks of keys, each of which has several blocks of threads.
 
     Examples
     --------
@@ -315,6 +338,7 @@ class Tiles:
     constants: tuple[tuple[str, int], ...] = ()
     lag: int = 0
     parts_bytes: int = 0
+    divided: Divided = Divided()
 
     @cached_property
     def smem_bytes(self) -> int:
@@ -352,6 +376,9 @@ class Tiles:
             lines.append(f"  the last pieces of work shared by {self.grid} blocks of threads, {self.parts_bytes} bytes")
         if self.lag:
             lines.append("  delta of later rows and dQ of earlier ones by two warps beside the products")
+        if self.divided.threads:
+            last = self.divided.halved + self.divided.others
+            lines.append(f"  the last {last} blocks of keys by {self.divided.threads} blocks of threads, some rows each")
         if self.panel:
             lines.append(f"  softmax by panels of {self.panel} whole rows of scores")
         if self.on_chip_bytes is not None:
@@ -495,7 +522,15 @@ def _wgmma_keys(problem: Problem, chip: Chip, d: int, dv: int, lag: int) -> Tile
     br, bc, fused = WGMMA_BACKWARD[max(d, dv)], WGMMA_BACKWARD_KEYS, lag > 0
     stages = WGMMA_FUSED_STAGES if fused else WGMMA_BACKWARD_STAGES[br]
     apart = br == WGMMA_BACKWARD_APART and not problem.deterministic
-    limits = apart and not (problem.band.lower is problem.band.upper is None)  # what hides keys of a thread
+    band = not (problem.band.lower is problem.band.upper is None)
+    limits = apart and band  # what hides keys of a thread
+    divided = Divided()
+    if fused and not band:
+        processors = chip.processors or WGMMA_PROCESSORS
+        blocks = problem.B * problem.Hkv * -(-problem.Tk // bc)
+        divided = _divided(blocks, -(-problem.Tq // br), problem.group, processors)
+        if divided.halved + divided.others > lag:  # whose rows others finish while they compute
+            divided = Divided()
     stores = (
         problem.band.lower is None and problem.band.upper is not None and d >= dv
         and not (problem.ragged or problem.varlen or problem.deterministic)
@@ -520,8 +555,23 @@ def _wgmma_keys(problem: Problem, chip: Chip, d: int, dv: int, lag: int) -> Tile
         Tile("dK", bc, d, 4, REGISTERS),
         Tile("dV", bc, dv, 4, REGISTERS),
     )
-    return Tiles(br, bc, resident, chip.name, chip.on_chip_bytes, JI, family=WGMMA, lag=lag,
-                 constants=(("FUSED", int(fused)), ("APART", int(apart)), ("STORES", int(stores))))  # fmt: skip
+    return Tiles(br, bc, resident, chip.name, chip.on_chip_bytes, JI, family=WGMMA, lag=lag, divided=divided,
+                 constants=(("FUSED", int(fused)), ("APART", int(apart)), ("STORES", int(stores)),
+                            ("DIVIDED", int(divided.threads > 0))))  # fmt: skip
+
+
+def _divided(blocks: int, rows: int, group: int, processors: int) -> Divided:
+    """How the last blocks of keys are divided, which would have less than a block of threads for each multiprocessor.
+
+    As many as there is room for get two each, what is left (or all, if there are few) more. Each has ``rows`` blocks of
+    rows of each of ``group`` heads.
+    """
+    last = blocks % processors
+    halved = processors // 2 if last > processors // 2 else 0
+    others = last - halved
+    parts = min(processors // others if others else 1, WGMMA_DIVIDED_MOST, rows)
+    cost = sum(rows * group / n + WGMMA_DIVIDED_COST for n in (2 * bool(halved), parts * bool(others)) if n)
+    return Divided(halved, others, parts) if last and parts > 1 and cost < rows * group else Divided()
 
 
 def _is_fused(problem: Problem, processors: int) -> bool:

@@ -416,6 +416,45 @@ def test_orders_of_threads_where_others_prepare_and_finish(name, device, fused, 
     assert taken
 
 
+@pytest.fixture
+def divided(monkeypatch, fused):
+    """The last five blocks of keys have more than one block of threads each, the first two of these two."""
+    run, launched = launch.Launcher.run, []
+    monkeypatch.setattr(tiling, "WGMMA_FUSED_LAG", 5.5 / tiling.WGMMA_PROCESSORS)
+    monkeypatch.setattr(tiling, "_divided", lambda blocks, rows, group, processors: tiling.Divided(2, 3, 3))
+
+    def noted(self, kernel, blocks, *arguments, **more):
+        if kernel == "fa2_backward_keys":
+            problem = self.problem
+            launched.append(blocks - problem.B * problem.Hkv * launch.blocks_of(problem.Tk, 128))
+        return run(self, kernel, blocks, *arguments, **more)
+
+    monkeypatch.setattr(launch.Launcher, "run", noted)
+    return launched
+
+
+@pytest.mark.parametrize("name", [
+    "plain", "plain, d = 128", "groups", "more rows than keys", "other columns", "d > dv"])  # fmt: skip
+def test_divided_blocks_of_keys(name, device_by_name, divided, taken):
+    case = prepared(FUSED[name], DTYPES[list(FUSED).index(name) % 2])
+    check(case, case.reference())
+    assert taken and divided == [8]
+
+
+@pytest.mark.parametrize("name", ["plain", "groups"])
+def test_orders_of_threads_where_blocks_of_keys_are_divided(name, device, divided, taken):
+    case = prepared(FUSED[name], "bfloat16")
+    check(case, case.reference())
+    assert taken
+
+
+@pytest.mark.parametrize("name", ["causal", "window"])
+def test_blocks_of_keys_under_a_band_are_not_divided(name, device_by_name, divided, taken):
+    case = prepared(FUSED[name], "bfloat16")
+    check(case, case.reference())
+    assert divided == [0]
+
+
 @pytest.mark.parametrize("view", ["transposed", "sliced", "fortran"])
 def test_strides_where_others_prepare_and_finish(view, device_by_name, fused, heads):
     case = make(B=1, Hq=4, Tq=150, Tk=200, d=64, dtype="bfloat16")
@@ -492,6 +531,18 @@ def check_caught(which, old, new, cases, monkeypatch, taken):
     assert taken
 
 
+BROKEN_DIVIDED = {
+    "": ("plain", "", ""),
+    "all rows are the first part's, too": ("plain", "part.number + 1 < part.count ? blocks", "false ? blocks"),
+    "each part has all rows before": (
+        "plain, d = 128", "blocks * part.number / part.count * BR, 0)", "0, 0)"),
+    "the first part is what is written": ("plain", "m < part.count; m++)", "m < 1; m++)"),
+    "shares are added to one's own": ("plain, d = 128", "dV[n] = 0.0f;\n    const auto add", ";\n    const auto add"),
+    "no part writes dK and dV": ("plain", "if (*before != part.count - 1)", "if (true)"),
+    "shares lie in one place": ("plain, d = 128", "shares + part.number * VECTORS", "shares"),
+    "parts are not counted": ("plain", "= count_and_see(call.counters + 2", "= 0 * count_and_see(call.counters + 2"),
+    "all parts are the first": ("plain, d = 128", "(int)((index - first) % parts), (int)parts", "0, (int)parts"),
+}  # fmt: skip
 BROKEN_STORED = {
     "": ("causal", "", ""),
     "nothing is stored": (
@@ -518,6 +569,12 @@ BROKEN_STORED = {
 }  # fmt: skip
 
 
+@pytest.mark.parametrize("name", BROKEN_DIVIDED)
+def test_broken_kernels_that_divide_are_caught(name, device_by_name, divided, taken, monkeypatch):
+    which, old, new = BROKEN_DIVIDED[name]
+    check_caught(which, old, new, FUSED, monkeypatch, taken)
+
+
 @pytest.mark.parametrize("name", BROKEN_STORED)
 def test_broken_kernels_that_store_are_caught(name, device_by_name, taken, monkeypatch):
     check_caught(*BROKEN_STORED[name], STORED, monkeypatch, taken)
@@ -531,7 +588,8 @@ BROKEN = {
         "causal, d = 128", "meet(WARPGROUP_MEETS + mine, WARPGROUP);  // V is read", ""),
     "what hides keys is another lane's": (
         "causal, d = 128", "first_key * SLAB_ROW)) + threadIdx.x % WARPGROUP;", "first_key * SLAB_ROW));"),
-    "what hides keys is the other warpgroup's": ("causal", "AT_LIMITS + mine * (LIMITS / 2)", "AT_LIMITS"),
+    "what hides keys is the other warpgroup's": (
+        "causal", "AT_LIMITS + mine * (LIMITS / 2)", "AT_LIMITS"),
     "keys that no row sees have the dS of others": (
         "causal, d = 128", "store_across(tile_mine, n, zeros);", ""),
     "keys that no row sees are left out of dQ": ("causal, d = 128", "pass_on(dQ);\n                tell();", "tell();"),
@@ -572,7 +630,8 @@ BROKEN = {
     "patches are added to the same sums": (
         "one tile, d = 64", "to + patch * (PATCH / LANE_NUMBERS) + (n", "to + (n"),
     "K^T is that of another warp": ("one tile, d = 64", "+ AT_K + place_across()", "+ AT_K + (place_across() ^ 32)"),
-    "K^T is the same 16 keys'": ("one tile, d = 64", "+ AT_K + place_across() + n * ROW_STEP", "+ AT_K + place_across()"),
+    "K^T is the same 16 keys'": (
+        "one tile, d = 64", "+ AT_K + place_across() + n * ROW_STEP", "+ AT_K + place_across()"),
     "K^T is read before the rest of K is cleared": (
         "packed", "await(barriers + DS_THERE + work.steps % S_STAGES, dS_parity(work, work.steps));", ""),
     "dQ is not fenced": (

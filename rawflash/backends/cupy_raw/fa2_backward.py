@@ -68,26 +68,31 @@ def _wgmma(problem: Problem, tiles: Tiles, x: Operands, grads: dict[str, Target]
     boxes = [Box("q", tiles.br), Box("k", tiles.bc), Box("v", tiles.bc), Box("dout", tiles.br)]
     if tiles.lag:
         boxes += [Box("o", tiles.br), Box("dq", FINISHED_ROWS)]
-    heads, rows, columns = x.q.shape[0] * x.q.shape[1], x.q.shape[2], blocks_of(problem.d, WGMMA_SLAB) * WGMMA_SLAB
+    heads, rows = x.q.shape[0] * x.q.shape[1], x.q.shape[2]
+    columns, to_v = (blocks_of(n, WGMMA_SLAB) * WGMMA_SLAB for n in (problem.d, problem.dv))
     written = {"d" + name: grads[name] for name in ("q", "k", "v")}
     file, threads = (FILE_WIDE, WIDE_THREADS) if is_wide(problem) else (FILE_WGMMA, WGMMA_THREADS)
     threads += WARPGROUP * constants.get("APART", 0)
     key_blocks, query_blocks = blocks_of(problem.Tk, tiles.bc), blocks_of(problem.Tq, tiles.br)
+    # Packed sequences begin new blocks; how many all of them have may be known on the device only
+    blocks = heads * (rows // tiles.br + problem.B if problem.varlen else query_blocks)
+    numbers = tiles.br * columns
     schedule = _schedule(problem, tiles, key_blocks)
+    schedule["share"] = blocks * numbers
     kernels = launcher(file, problem, tiles, x, written, boxes, **schedule)
     # Query heads whose rows kernels of their own prepare, and finish
     first, last = (schedule[name] // key_blocks * problem.group for name in ("ahead", "behind"))
     delta = side_gradients(problem, tiles, x, grads, first)
-    # Packed sequences begin new blocks; how many all of them have may be known on the device only
-    blocks = heads * (rows // tiles.br + problem.B if problem.varlen else query_blocks)
-    numbers = tiles.br * columns
     # Before the sums what is counted: if deterministic, whose turn it is at each block; with a lag, for each key head
     # the blocks of threads that have prepared rows, and those that have added all of theirs; where the first one stores
-    # its dQ, for each head those that have
+    # its dQ, for each head those that have; where blocks of keys are divided, for each the shares that are there.
+    # Behind them these shares of dK and dV.
     stores = constants.get("STORES", 0)
     counters = blocks * problem.deterministic + problem.B * (2 * problem.Hkv * bool(tiles.lag) + problem.Hq * stores)
+    counters += tiles.divided.halved + tiles.divided.others
     counters = blocks_of(counters, COUNTERS) * COUNTERS
-    dQ = kernels.workspace(counters + blocks * numbers)
+    shares = tiles.divided.threads
+    dQ = kernels.workspace(counters + blocks * numbers + shares * tiles.bc * (columns + to_v))
     cleared = query_blocks * first if tiles.lag else blocks
     if stores:  # but for rows that see no key, which none stores
         cleared = blocks if x.offset_given or problem.Tq > problem.Tk else 0
@@ -95,7 +100,8 @@ def _wgmma(problem: Problem, tiles: Tiles, x: Operands, grads: dict[str, Target]
     call = _call(kernels, problem, x, grads, delta, dQ, key_blocks, counters)
     if problem.varlen:
         kernels.run_over("clear_gradients", max(heads * rows, x.k.shape[1] * x.k.shape[2]), call)
-    kernels.run("fa2_backward_keys", key_blocks * problem.Hkv * problem.B, call, tiles.smem_bytes, threads)
+    blocks = key_blocks * problem.Hkv * problem.B + tiles.divided.more
+    kernels.run("fa2_backward_keys", blocks, call, tiles.smem_bytes, threads)
     kernels.run("fa2_backward_finish", query_blocks * last, call, numbers * 2)
 
 
@@ -113,6 +119,8 @@ def _schedule(problem: Problem, tiles: Tiles, key_blocks: int) -> dict[str, int]
     divisors = {"section": section * key_blocks, "heads": section, "last_heads": heads % section or section,
                 "key_heads": problem.Hkv}  # fmt: skip
     words = {"section": section, "ahead": ahead, "behind": behind, "group": problem.group}
+    halved, others, parts = tiles.divided
+    words |= {"whole": key_blocks * heads - halved - others, "halved": halved, "parts": parts}
     return words | {f"by_{name}": divisor(n) for name, n in divisors.items()}
 
 

@@ -23,6 +23,12 @@ struct Work {
     long long offset;
 };
 
+// Which block of keys a block of threads has, and which share of its rows, of how many.
+struct Part {
+    unsigned block;
+    int number, count;
+};
+
 // Which block of keys of which key head of all a block of threads has.
 struct KeyBlock {
     unsigned head, block;
@@ -38,10 +44,26 @@ __device__ __forceinline__ KeyBlock key_block(const Call& call, unsigned index)
     return {head, STORES ? blocks - 1 - block : block};
 }
 
+// DIVIDED: the last blocks of keys, with which most multiprocessors would be idle, have several blocks of threads, each for some of their rows: two,
+// or `parts` behind these.
+__device__ __forceinline__ Part part_of(const Call& call, unsigned index)
+{
+    if constexpr (DIVIDED) {
+        const unsigned whole = (unsigned)call.whole, halved = (unsigned)call.halved;
+        if (index >= whole) {
+            const bool is_half = index < whole + 2 * halved;
+            const unsigned first = is_half ? whole : whole + 2 * halved, parts = is_half ? 2 : (unsigned)call.parts;
+            return {whole + (is_half ? 0 : halved) + (index - first) / parts, (int)((index - first) % parts), (int)parts};
+        }
+    }
+    return {index, 0, 1};
+}
+
 __device__ __forceinline__ Work work_of(const Call& call)
 {
     Work work;
-    const KeyBlock place = key_block(call, blockIdx.x);
+    const Part part = part_of(call, blockIdx.x);
+    const KeyBlock place = key_block(call, part.block);
     work.j0 = (int)place.block * BC;
     work.b = (int)divided(place.head, call.by_key_heads);
     work.h = (int)place.head - work.b * (int)call.Hkv;
@@ -53,6 +75,11 @@ __device__ __forceinline__ Work work_of(const Call& call)
         const long long j1 = least(work.j0 + BC, s.kv_length);
         work.i_low = (int)clamp(work.j0 - s.offset - call.band_upper, 0, work.i_high) / BR * BR;
         work.i_high = (int)clamp(j1 - s.offset - call.band_lower, 0, work.i_high);
+    }
+    if constexpr (DIVIDED) {
+        const int blocks = (work.i_high + BR - 1) / BR;
+        work.i_low = __shfl_sync(WARP, blocks * part.number / part.count * BR, 0);  // to the compiler the same in all lanes: no register of each
+        work.i_high = __shfl_sync(WARP, part.number + 1 < part.count ? blocks * (part.number + 1) / part.count * BR : work.i_high, 0);
     }
     work.steps = work.i_high > work.i_low ? (work.i_high - work.i_low + BR - 1) / BR * (int)call.group : 0;
     return work;

@@ -47,6 +47,7 @@ constexpr int PATCH = 64 * DQ_COLUMNS;          // numbers of it
 constexpr int PATCHES = BR * TO_D / PATCH;      // in a block of rows
 // The order of the sums is kept by one thread only.
 static_assert(!APART || BY_ROWS && !DETERMINISTIC, "a warpgroup of its own computes dQ");
+static_assert(!DIVIDED || FUSED && !BAND, "the last blocks of keys have as many rows as others");
 static_assert(!ROWS_FIRST || !DELTA_FIRST, "rows are read once");
 static_assert(!STORES || BAND && !DETERMINISTIC && !PACKED && (BY_COLUMNS || BY_ROWS), "the last keys that rows see come first");
 
@@ -165,8 +166,9 @@ __device__ __forceinline__ unsigned* added(const Call& call, unsigned head) { re
 
 __device__ __forceinline__ void await_prepared(const Call& call, const Work& work)
 {
-    if (blockIdx.x >= (unsigned)call.ahead)
-        await_turn(prepared(call, work.b * (unsigned)call.Hkv + work.h), (unsigned)call.blocks);
+    const unsigned head = work.b * (unsigned)call.Hkv + work.h, blocks = (unsigned)call.blocks;
+    if (head * blocks >= (unsigned)call.ahead)  // whole heads are ahead
+        await_turn(prepared(call, head), blocks);
 }
 
 // The phase of dS's barriers in which a step is, when so many are left.
@@ -517,6 +519,49 @@ __device__ __forceinline__ void add_apart(const Call& call, const Work& work, co
     }
 }
 
+// DIVIDED: leave a share of dK and dV in device memory, in the order of the registers. Who comes last has the sums of all then, in the order of rows.
+__device__ __forceinline__ bool has_all_sums(const Call& call, unsigned char* on_chip, float (&dK)[TO_D / 2], float (&dV)[TO_V / 2])
+{
+    constexpr int MEMBERS = COMPUTING * WARPGROUP, VECTORS = MEMBERS * (TO_D + TO_V) / 2 / LANE_NUMBERS;
+    const unsigned index = once_more(blockIdx.x), thread = once_more(threadIdx.x) - WARPGROUP;  // registers are few while products run
+    const Part part = part_of(call, index);
+    if (part.count == 1)
+        return true;
+    float4* const shares = (float4*)(call.sums + call.share) + (long long)(index - (unsigned)call.whole - part.number) * VECTORS + thread;
+    float4* const mine = shares + part.number * VECTORS;
+#pragma unroll
+    for (int n = 0; n < TO_D / 8; n++)
+        mine[n * MEMBERS] = make_float4(dK[4 * n], dK[4 * n + 1], dK[4 * n + 2], dK[4 * n + 3]);
+#pragma unroll
+    for (int n = 0; n < TO_V / 8; n++)
+        mine[(TO_D / 8 + n) * MEMBERS] = make_float4(dV[4 * n], dV[4 * n + 1], dV[4 * n + 2], dV[4 * n + 3]);
+    unsigned* const before = (unsigned*)(on_chip + AT_LSE);  // nobody reads that any more
+    all_meet();
+    if (thread == 0)
+        *before = count_and_see(call.counters + 2 * call.B * call.Hkv + (part.block - (unsigned)call.whole), part.count - 1);
+    all_meet();
+    if (*before != part.count - 1)
+        return false;
+#pragma unroll
+    for (int n = 0; n < TO_D / 2; n++)
+        dK[n] = 0.0f;
+#pragma unroll
+    for (int n = 0; n < TO_V / 2; n++)
+        dV[n] = 0.0f;
+    const auto add = [](float (&sum)[4], float4 x) { sum[0] += x.x, sum[1] += x.y, sum[2] += x.z, sum[3] += x.w; };
+#pragma unroll 1
+    for (int m = 0; m < part.count; m++) {
+        const float4* const from = shares + m * VECTORS;
+#pragma unroll
+        for (int n = 0; n < TO_D / 8; n++)
+            add((float (&)[4])dK[4 * n], __ldcg(from + n * MEMBERS));
+#pragma unroll
+        for (int n = 0; n < TO_V / 8; n++)
+            add((float (&)[4])dV[4 * n], __ldcg(from + (TO_D / 8 + n) * MEMBERS));
+    }
+    return true;
+}
+
 __device__ __forceinline__ void compute_all(const Call& call, const Work& work, unsigned char* on_chip, Barrier* barriers)
 {
     const int lane = threadIdx.x % WARP_LANES, warp = threadIdx.x / WARP_LANES % WARPS;
@@ -835,6 +880,10 @@ __device__ __forceinline__ void compute_all(const Call& call, const Work& work, 
         await(barriers + V_THERE, 0);
     }
 
+    if constexpr (DIVIDED)
+        if (!has_all_sums(call, on_chip, dK, dV))
+            return;
+
     // Write dK_j, dV_j, by way of where K and V were. Keys of padding have 0.
     const float scale = (float)call.scale;
 #pragma unroll
@@ -869,7 +918,7 @@ __device__ __forceinline__ void copy_keys(const MappedCall& argument, unsigned c
     init_barrier(barriers + V_THERE, 1);
     fence_barriers();
     fence_shared();
-    const KeyBlock place = key_block(call, blockIdx.x);
+    const KeyBlock place = key_block(call, part_of(call, blockIdx.x).block);
     const int b = (int)divided(place.head, call.by_key_heads), h = (int)place.head - b * (int)call.Hkv;
     int slot = b, row = (int)place.block * BC;
     if constexpr (PACKED) {
@@ -922,10 +971,12 @@ extern "C" __global__ void __launch_bounds__(KEYS_THREADS, 1) fa2_backward_keys(
         else if (!APART && threadIdx.x == COPYING && (FUSED || work.steps > 0))
             add_all(call, work, on_chip, barriers);
         if constexpr (FUSED) {
+            // For as many blocks of threads as there are blocks of keys, if there are more
             const unsigned warp = threadIdx.x / WARP_LANES, ahead = blockIdx.x + (unsigned)call.ahead, behind = (unsigned)call.behind;
-            if (warp == 2 && ahead < gridDim.x) {
+            const unsigned blocks = (unsigned)(call.B * call.Hkv * call.blocks);
+            if (warp == 2 && ahead < blocks) {
                 prepare_rows(argument, ahead, on_chip, barriers + FUSED_THERE);
-            } else if (warp == 3 && blockIdx.x >= behind) {
+            } else if (warp == 3 && blockIdx.x >= behind && blockIdx.x < blocks) {
                 finish_rows(argument, blockIdx.x - behind, on_chip, barriers + FUSED_THERE + 1);
             }
         }
