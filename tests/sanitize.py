@@ -149,7 +149,7 @@ def cases():
 
 AS_THEY_ARE = {name: getattr(tiling, name) for name in ("WGMMA_FEWEST", "WGMMA_FUSED", "WGMMA_FUSED_KEYS",
                                                         "WGMMA_FUSED_LAG", "WGMMA_FUSED_ROWS",
-                                                        "WGMMA_STORED")}  # fmt: skip
+                                                        "WGMMA_STORED", "_divided")}  # fmt: skip
 
 
 def plan_for(name):
@@ -161,6 +161,8 @@ def plan_for(name):
     if name.startswith("warpgroups, rows of others"):
         changed |= {"WGMMA_FUSED": 0.0, "WGMMA_FUSED_KEYS": 1, "WGMMA_FUSED_LAG": 0.0,
                     "WGMMA_FUSED_ROWS": {64: 0, 128: 0}}  # fmt: skip
+    if "divided" in name:
+        changed |= {"WGMMA_FUSED_LAG": 5.5 / tiling.WGMMA_PROCESSORS, "_divided": lambda *_: tiling.Divided(2, 3, 3)}
     for name, value in (AS_THEY_ARE | changed).items():
         setattr(tiling, name, value)
 
@@ -186,6 +188,8 @@ def halves():
         "warpgroups, sums cleared, d = 128": tall | dict(d=128, dtype="float16", causal=True),
         "warpgroups, rows of others, sums cleared": tall | dict(Hq=5, Hkv=5, d=64, dtype="float16", causal=True),
         "warpgroups, rows of others, d = 128": tall | dict(B=2, Hq=6, Hkv=3, d=128, dtype="float16"),
+        "warpgroups, rows of others, divided": tall | dict(Hq=5, Hkv=5, d=64, dtype="bfloat16"),
+        "warpgroups, rows of others, divided, d = 128": tall | dict(B=2, Hq=6, Hkv=3, d=128, dtype="float16"),
         "mma, bias": tall | dict(d=64, dtype="bfloat16", causal=True, bias=normal(4, Tq, Tk)),
         "mma, mask": tall | dict(d=128, dtype="float16", mask=half_visible(1, 1, Tq, Tk)),
         "mma, d = 256": tall | dict(Hq=2, d=256, dtype="bfloat16", causal=True),

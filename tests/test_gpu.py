@@ -260,6 +260,26 @@ def test_rows_that_others_prepare_and_finish(name, dtype, monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("others, parts", [(3, 3), (1, 8)])
+@pytest.mark.parametrize("options", [
+    dict(Hq=9, Tq=1100, Tk=700, d=64), dict(B=2, Hq=6, Hkv=3, Tq=700, Tk=500, d=128),
+    dict(Hq=7, Tq=900, Tk=330, d=96, dv=40),
+])  # fmt: skip
+def test_blocks_of_keys_that_are_divided(options, others, parts, dtype, monkeypatch):
+    """Backward on sm_90: the last blocks of keys, of which several blocks of threads have some rows each."""
+    monkeypatch.setattr(problem, "_MEMO", {})
+    monkeypatch.setattr(tiling, "WGMMA_FEWEST", 0.0)
+    shortest_lag(monkeypatch)
+    monkeypatch.setattr(tiling, "WGMMA_FUSED_LAG", 5.5 / tiling.WGMMA_PROCESSORS)
+    monkeypatch.setattr(tiling, "_divided", lambda *_: tiling.Divided(2, others, parts))
+    case = make(dtype=dtype, **dict(B=1) | options)
+    gpu = on_gpu(case)
+    tiles = rf.explain(gpu.q, gpu.k, gpu.v, "backward", **gpu.options).tiles
+    assert (tiles.divided.threads > 0) == (tiles.chip == "sm_90")
+    check_backward_again_and_again(case)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("d, heads, rows, keys", [
     (64, 5, 600, 2100), (64, 48, 1300, 520), (128, 5, 600, 2100), (128, 40, 1000, 600), (256, 3, 500, 1500),
 ])  # fmt: skip
