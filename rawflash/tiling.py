@@ -378,7 +378,7 @@ class Tiles:
             lines.append("  delta of later rows and dQ of earlier ones by two warps beside the products")
         if self.divided.threads:
             last = self.divided.halved + self.divided.others
-            lines.append(f"  the last {last} blocks of keys by {self.divided.threads} blocks of threads, some rows each")
+            lines.append(f"  the last {last} blocks of keys by {self.divided.threads} blocks of threads, by rows")
         if self.panel:
             lines.append(f"  softmax by panels of {self.panel} whole rows of scores")
         if self.on_chip_bytes is not None:

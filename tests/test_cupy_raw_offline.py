@@ -185,6 +185,7 @@ OPTIONS = {
     "few heads": {},  # in 16 bits blocks of other heights
     "many heads": {},  # sm_90, backward: what is before and behind fa2_backward_keys is done there
     "causal, many heads": dict(causal=True),
+    "long, many heads": {},  # and the last blocks of keys are divided
     "deterministic": dict(deterministic=True),
     "paged": {},  # decode: caches in blocks of 16
     "17 rows": {},  # decode: of queries that share a head of keys, more than one product has
@@ -249,6 +250,7 @@ def cases():
     found += on("sm_80", ["fa2_backward"], ["bfloat16"], [64, 128], ["few heads"])
     found += on("sm_90a", ["fa2_backward"], ["bfloat16"], [64, 128], ["few heads"])
     found += on("sm_90a", ["fa2_backward"], ["bfloat16", "float16"], [64, 128], ["many heads", "causal, many heads"])
+    found += on("sm_90a", ["fa2_backward"], ["bfloat16"], [64, 128], ["long, many heads"])
     for arch in ("sm_75", "sm_80"):
         found += on(arch, FA2, ["float16", "float64"], [128], ["plain"])
         found += on(arch, FA2, ["float32"], [64], ["everything"])
@@ -269,7 +271,8 @@ def programs(case):
     times = 1 if case.options == "few heads" else 32 if "many heads" in case.options else 16
     lead = () if packed else (times * B,) if halves else (B,)
     many = 4 if packed and halves else 1  # as many blocks as sm_90's own kernels are for
-    q, k, v = (Array((*lead, many * heads, T, case.d), dtype) for heads in (HQ, HKV, HKV))
+    length = 4 * T if case.options.startswith("long") else T
+    q, k, v = (Array((*lead, many * heads, length, case.d), dtype) for heads in (HQ, HKV, HKV))
     options = dict(OPTIONS[case.options])
     if case.kernel in KERNELS:
         options["algorithm"] = case.kernel.partition("_")[0]
