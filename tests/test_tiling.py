@@ -695,6 +695,33 @@ def test_float64_blocks_in_which_P_stays(arch, d, dv, bc):
         assert "P_STAYS" not in dict(other.constants)
 
 
+@given(blocks=st.integers(1, 5000), rows=st.integers(1, 300), group=st.integers(1, 8), processors=st.integers(1, 150))
+def test_the_last_blocks_of_keys_are_divided(blocks, rows, group, processors):
+    """Into one turn of all multiprocessors, or two, which end earlier than one whole block of keys."""
+    halved, others, parts = divided = tiling._divided(blocks, rows, group, processors)
+    if not divided.threads:
+        assert divided == (0, 0, 1) and divided.more == 0
+        return
+    assert halved + others == blocks % processors
+    assert 2 * halved <= processors and parts * others <= processors
+    assert 1 < parts <= min(rows, tiling.WGMMA_DIVIDED_MOST)
+    assert divided.more == halved + (parts - 1) * others
+    assert (0.5 * (halved > 0) + 1 / parts) * rows * group < rows * group
+
+
+@pytest.mark.parametrize("options, divided", [
+    (dict(), (66, 2, 8)), (dict(d=64, dv=64, Hq=32, Hkv=32), (0, 4, 8)), (dict(causal=True), (0, 0, 1)),
+    (dict(deterministic=True), (0, 0, 1)), (dict(ragged=True), (0, 0, 1)), (dict(d=256, dv=256), (0, 0, 1)),
+    (dict(B=32, Tq=512, Tk=512), (0, 0, 1)),
+])  # fmt: skip
+def test_which_calls_have_divided_blocks_of_keys(options, divided):
+    fixed = dict(B=4, Hq=16, Hkv=16, Tq=4096, Tk=4096, d=128, dv=128, dtype="bfloat16", backend="cupy_raw")
+    tiles = plan_tiles(problem(**(fixed | options)), H200, "backward")
+    assert tiles.family == tiling.WGMMA and tiles.divided == divided
+    assert dict(tiles.constants).get("DIVIDED", 0) == (divided != (0, 0, 1))
+    assert ("the last 68 blocks of keys by 148 blocks of threads" in str(tiles)) == (divided == (66, 2, 8))
+
+
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_backward_passes_of_16_bits_on_sm_90(dtype):
     """Tiles of cuda/sm90/fa2_backward.cu, for what that has; other calls and other chips are planned as ever."""
