@@ -441,6 +441,14 @@ def test_divided_blocks_of_keys(name, device_by_name, divided, taken):
     assert taken and divided == [8]
 
 
+def test_counters_of_divided_blocks_of_keys_are_not_in_sums(device_by_name, divided, taken):
+    """Those of heads fill what counters are rounded up to."""
+    heads = fa2_backward.COUNTERS // 2
+    case = prepared(dict(B=1, Hq=heads, Hkv=heads, Tq=300, Tk=70, d=64), "bfloat16")
+    check(case, case.reference())
+    assert taken and divided == [8]
+
+
 @pytest.mark.parametrize("name", ["plain", "groups"])
 def test_orders_of_threads_where_blocks_of_keys_are_divided(name, device, divided, taken):
     case = prepared(FUSED[name], "bfloat16")

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from rawflash import masks as M
@@ -696,6 +696,7 @@ def test_float64_blocks_in_which_P_stays(arch, d, dv, bc):
 
 
 @given(blocks=st.integers(1, 5000), rows=st.integers(1, 300), group=st.integers(1, 8), processors=st.integers(1, 150))
+@example(blocks=1, rows=5, group=8, processors=132)
 def test_the_last_blocks_of_keys_are_divided(blocks, rows, group, processors):
     """Into one turn of all multiprocessors, or two, which end earlier than one whole block of keys."""
     halved, others, parts = divided = tiling._divided(blocks, rows, group, processors)
@@ -720,6 +721,14 @@ def test_which_calls_have_divided_blocks_of_keys(options, divided):
     assert tiles.family == tiling.WGMMA and tiles.divided == divided
     assert dict(tiles.constants).get("DIVIDED", 0) == (divided != (0, 0, 1))
     assert ("the last 68 blocks of keys by 148 blocks of threads" in str(tiles)) == (divided == (66, 2, 8))
+
+
+@pytest.mark.parametrize("lag, divided", [(68, (66, 2, 8)), (67, (0, 0, 1))])
+def test_divided_blocks_of_keys_are_those_whose_rows_no_other_finishes(lag, divided, monkeypatch):
+    monkeypatch.setattr(tiling, "WGMMA_FUSED_LAG", (lag + 0.5) / H200.processors)
+    asked = problem(B=4, Hq=16, Hkv=16, T=4096, d=128, dtype="bfloat16", backend="cupy_raw")
+    tiles = plan_tiles(asked, H200, "backward")
+    assert tiles.lag == lag and tiles.divided == divided
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
