@@ -548,7 +548,7 @@ def _wgmma_keys(problem: Problem, chip: Chip, d: int, dv: int, lag: int) -> Tile
         Tile("delta", stages * br, 1, 4),
         *((Tile("limits", 2 * bc, 4, 4),) if limits else ()),
         *((Tile("shares", 2, 8, 4),) if fused else ()),
-        Tile("barriers", 4 + 3 * stages + 2 * WGMMA_BACKWARD_S * apart + 2 * fused, 1, 8),
+        Tile("barriers", 6 + 3 * stages + 2 * fused, 1, 8),
         Tile("S, P", bc, br, 4, REGISTERS),
         Tile("dP", bc, WGMMA_SLAB, 4, REGISTERS),
         Tile("dQ", WGMMA_ROWS if apart else br, d, 4, REGISTERS),

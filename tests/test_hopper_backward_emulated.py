@@ -289,21 +289,22 @@ def check_what_overflows(taken, d=64):
     assert taken
 
 
-def one_large_key(d):
+def one_large_key(d, dtype):
     """out is v, so that dQ and dK are 0; but delta, 2^16 d, is outside of float16."""
-    case = make(Tq=3, Tk=1, d=d, dtype="float16")
+    case = make(Tq=3, Tk=1, d=d, dtype=dtype)
     case.q[:], case.k[:], case.v[:], case.dout[:], case.dlse[:] = 1, -1, 256, 256, 0
     return case
 
 
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("d", [64, 128])
-def test_keys_that_do_not_exist_have_no_share(d, device_by_name, taken):
-    check_a_large_key(d)
+def test_keys_that_do_not_exist_have_no_share(d, dtype, device_by_name, taken):
+    check_a_large_key(d, dtype)
     assert taken
 
 
-def check_a_large_key(d):
-    moved = on_device(one_large_key(d))
+def check_a_large_key(d, dtype="float16"):
+    moved = on_device(one_large_key(d, dtype))
     dq, dk = (np.asarray(gradient).astype(np.float64) for gradient in moved.backward(*moved.forward())[:2])
     assert not dq.any() and not dk.any()
 
@@ -591,7 +592,9 @@ def test_broken_kernels_that_store_are_caught(name, device_by_name, taken, monke
 BROKEN = {
     "": ("causal", "", ""),
     "the band is a row wide of the mark": ("causal", "low = (int)clamp(j - call", "low = (int)clamp(j - 1 - call"),
-    "all tiles are taken for plain": ("causal", "if (!BAND || plain) {", "if (true) {"),
+    "rows that a window hides are taken for plain": (
+        "window, d = 128", "(steps > 0 && i0 >= plain_from && i0 + BR <= plain_to)", "(steps > 0 && i0 >= plain_from)"),
+    "all tiles are taken for plain": ("causal", "step(true);", "step(false);"),
     "limits are written before V is read": (
         "causal, d = 128", "meet(WARPGROUP_MEETS + mine, WARPGROUP);  // V is read", ""),
     "what hides keys is another lane's": (
@@ -604,7 +607,7 @@ BROKEN = {
     "too few keys that no row sees": ("causal, d = 128", "(i0 + BR <= seen_from ||", "(i0 <= seen_from ||"),
     "too many rows past those that see": ("window, d = 128", "|| i0 >= seen_to)", "|| i0 + BR >= seen_to)"),
     "rows that follow, and keys that no row sees": (
-        "packed, keys that no row sees", "if (SKIPS && !rows_end && (", "if (SKIPS && ("),
+        "packed, keys that no row sees", "if (hides && SKIPS && !rows_end && (", "if (hides && SKIPS && ("),
     "keys that follow are left": ("lengths", "if (keys_follow && left < BC)", "if (false)"),
     "rows that follow are left": ("packed", "rows_end = rows_follow &&", "rows_end = false &&"),
     "rows that follow are cleared too late": ("packed", "fence_shared();\n                all_meet();", "all_meet();"),
@@ -615,10 +618,10 @@ BROKEN = {
     "dS is not waited for": ("one more", "all_meet();  // dS is there", "// dS is there"),
     "dS is not waited for, d = 64": (
         "one more, d = 64", "await(barriers + DS_THERE + stage, dS_parity(work, steps));", ""),
-    "Q is given back early": ("many steps", "await_products<0>();  // dK, whose factor dS is in registers\n", ""),
+    "Q is given back early": ("many steps", "await_products<0>();  // the rest of dV, and dK\n", ""),
     "Q is given back early, d = 64": ("many steps, d = 64", "await_products<0>();  // dV and dK, whose", "// whose"),
     "dP is read early": ("one tile", "await_products<0>();  // dP\n", "\n"),
-    "dQ is read early": ("one tile", "await_products<1>();  // dV, dQ", "await_products<2>();"),
+    "dQ is read early": ("one tile", "await_products<1>();  // dQ", "await_products<2>();"),
     "dQ is read early, d = 64": (
         "one tile, d = 64", "await_products<0>();\n            if (patch", "if (patch"),
     "delta is left out": ("one tile", "DELTA_FIRST ? -delta[n] : delta[n];", "0.0f;"),
@@ -643,8 +646,11 @@ BROKEN = {
     "K^T is read before the rest of K is cleared": (
         "packed", "await(barriers + DS_THERE + work.steps % S_STAGES, dS_parity(work, work.steps));", ""),
     "dQ is not fenced": (
-        "one tile", "fence_shared();\n                arrive_as_warp(barriers + DQ", "arrive_as_warp(barriers + DQ"),
-    "dQ is added before it is there": ("one tile", "await(barriers + DQ_THERE, parity);", ""),
+        "one tile", "fence_shared();\n            if constexpr (DETERMINISTIC &&", "if constexpr (DETERMINISTIC &&"),
+    "dQ is added before it is there": ("one tile", "await(barriers + DQ_THERE + n, parity);", ""),
+    "the other half of dQ is told of": (
+        "one tile", "arrive_as_warp(barriers + DQ_THERE + mine", "arrive_as_warp(barriers + DQ_THERE"),
+    "the rest of dV is left out": ("one tile", "begin_dV(PARTS - 1, DV_FIRST, PART / SUM);", ""),
     "dQ is given back before it was read": ("many steps", "await_stores_read<0>();\n        arrive(", "arrive("),
     "sequences share a block of sums": ("packed", "q_start / BR + b;", "q_start / BR;"),
     "sums of rows and of columns are mixed up": (
@@ -702,7 +708,7 @@ def test_broken_kernels_are_caught(name, device_by_name, taken, monkeypatch):
     check_caught(*BROKEN[name], CALLS | PACKED, monkeypatch, taken)
 
 
-@pytest.mark.parametrize("old", ["", "await(barriers + DS_READ + 1 % S_STAGES, dS_parity(work, 1));"])
+@pytest.mark.parametrize("old", ["", "await(barriers + DS_READ + 1 % S_STAGES, (taken - 1) / S_STAGES & 1);"])
 def test_K_is_not_overwritten_while_dQ_is_computed_from_it(old, device_by_name, taken, monkeypatch):
     """By a warpgroup that is slow."""
     there = "await(barriers + DS_THERE + stage, dS_parity(work, steps));"
@@ -715,7 +721,7 @@ def test_K_is_not_overwritten_while_dQ_is_computed_from_it(old, device_by_name, 
 
 
 def test_a_kernel_that_does_not_hide_dS_is_caught(device_by_name, monkeypatch):
-    behind = "of_row(first_delta, delta, n);\n                    "  # where dS is computed
-    break_backward(monkeypatch, behind + "if (hidden)", behind + "if (false)")
+    behind = "of_row(rows_delta, delta, n);\n                "  # where dS is computed
+    break_backward(monkeypatch, behind + "if (hides)", behind + "if (false)")
     with pytest.raises(AssertionError):
         test_what_overflows_is_hidden_where_it_is_not_seen(None, [1])

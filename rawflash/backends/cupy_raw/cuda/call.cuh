@@ -25,7 +25,7 @@ struct Call {
     Matrix q, k, v, o, dout, dq, dk, dv;
     Statistic lse, dlse, delta, m, l;
     real* sums;  // real workspace (slots, Hq, rows of q, d or dv): O of fa1, of each further part of fa2, dQ of the backward passes;
-                 // sm90 forward: of parts of pieces, as the registers have them
+                 // sm90 forward: of parts of pieces, as the registers have them; backward, DIVIDED: behind dQ's, shares of dK and dV
     Pairs bias;
     real* dbias;  // contiguous, of the extents below
     long long bias_b, bias_h, bias_i, bias_j;
@@ -35,7 +35,7 @@ struct Call {
     long long sinks_h;
     double* dsinks;
     unsigned* counters;  // zeros before and after. Few rows: of the parts of keys that are done; sm90: of pieces, and of blocks at their end;
-                         // or of warps whose part of a piece is there
+                         // or of warps whose part of a piece is there; backward: see fa2_backward.cu
     unsigned* again;     // sm90: the list of pieces that are to be done again, an entry for each warp of each
     Table cu_seqlens_q, cu_seqlens_k, q_lengths, kv_lengths, q_offset;
     Table block_table;               // (B, table_row) blocks of a paged cache that has cache_blocks
@@ -45,7 +45,8 @@ struct Call {
     long long B, Hq, Hkv, Tq, Tk;    // packed sequences: Tq and Tk are the longest
     long long rows_q, rows_k;        // of the arrays; packed sequences: all of them together
     long long blocks;                // blocks of rows that the grid has for each head
-    long long parts, part_keys;      // fa2 forward: how many blocks of threads share the keys of a block of rows, keys of each
+    long long parts, part_keys;      // fa2 forward: how many blocks of threads share the keys of a block of rows, keys of each; sm90 backward,
+                                     // DIVIDED: how many share the rows of one of the last blocks of keys
     long long section;               // sm90: query heads that are gone through together
     long long ahead, behind;         // sm90 backward: how many blocks of threads later, or before, those are whose rows one prepares, or finishes
     long long by_section, by_heads, by_last_heads, by_key_heads;  // there, for divided(): a section's blocks, its heads, those of the last; Hkv

@@ -6,16 +6,20 @@
 // of it as there is room for. dS^T goes to shared memory as well, as a factor of dQ_i = dS K, in which both warpgroups' keys have a share. dQ_i is
 // added to float32 sums in device memory, in the order in which the registers hold it. APART: a fourth warpgroup computes dQ_i and adds it from its
 // registers, and the two others never wait for each other. Otherwise these two compute it, half each, and leave it in shared memory for one thread
-// to add; dK is under way meanwhile. DIVIDED: the last blocks of keys have several blocks of threads, each for some of the rows (backward.cuh).
+// to add; half of dV and dK are under way meanwhile. DIVIDED: the last blocks of keys have several blocks of threads, each for some of the rows
+// (backward.cuh).
 // On chip:  K (Bc, d), V (Bc, dv), STAGES of Q (Br, d) and dO (Br, dv), two dS (Bc, Br) in 16 bits; dQ (Br, d) or none; lse and delta (Br), barriers;
 //           in registers S (Bc, Br), dP (Bc, 64), dK (Bc, d), dV (Bc, dv), dQ (Br, d), of V (Bc, 16 V_HELD), of K (16 K_HELD, d).
-//           FUSED: 64 columns of O and dO (Br, 64) of rows to be prepared, sums of dQ (64, 64) to be finished.
+//           FUSED: 64 columns of O and dO (Br, 64) of rows to be prepared, sums of dQ (64, 64) to be finished, and which rows these are. A band:
+//           which rows see a lane's keys, where V was that is in registers, or, APART, in a place of its own.
+// In device memory: sums of dQ; counters, 0 before: of heads' blocks of threads that have prepared and that have added (FUSED), or of those that have
+//           stored (STORES), of blocks of rows (DETERMINISTIC), of shares that are there (DIVIDED); shares of dK and dV (DIVIDED).
 //
 // fa2_backward_finish: dQ = scale * those sums, row by row. FUSED: for the last heads only; of the others it is the work of a warp of later blocks of
 // threads, and what row_deltas does (side_gradients.cu), that of a warp of earlier ones.
 //
 // Scores are plain ones: what hides keys is a band, and lengths. Rows and keys past the lengths are zeros on chip, so that products with
-// them are, too: of such a row, lse is +infinity, hence P = 0; such a key is hidden as a band hides others, or has an exponent of -infinity.
+// them are, too: of such a row, lse is +infinity, hence P = 0; such a key is hidden as a band hides others, in float16 it has an exponent of -infinity.
 // Both start from delta = rowsum(dO * O) - dlse (side_gradients.cu).
 
 #include "backward.cuh"
@@ -32,7 +36,7 @@ static_assert(KEYS == 64 && BR % SLAB == 0, "what products can do");
 // more, there.
 constexpr int V_HELD = APART ? STORES ? 1 : 3 : BR == 128 ? TO_V / SUM : 4;
 constexpr bool LIMITS_ON_CHIP = BAND && (BR == 64 || APART);
-constexpr bool ROWS_FIRST = BR == 64 && !BAND;  // lse and delta are read before the first of them is needed: faster there, slower elsewhere
+constexpr bool ROWS_FIRST = BR == 64;  // lse is read before S is there, delta before the first of it is needed: faster there, slower elsewhere
 // Where warpgroups do not wait for each other, dP begins with -delta instead of 0, so that its rows are read before products begin, not behind them.
 constexpr bool DELTA_FIRST = APART;
 constexpr bool SKIPS = BAND && BR == 64;  // products between rows and keys none of which they see
@@ -53,7 +57,9 @@ static_assert(!STORES || BAND && !DETERMINISTIC && !PACKED && (BY_COLUMNS || BY_
 
 // dS is on chip with the rows of Q, each warpgroup's keys in a slab of their own; otherwise dS^T, with the keys'.
 constexpr bool DS_BY_ROWS = BR == 64;
-constexpr int DK_FIRST = BR == 64 ? BR / SUM : BR / SUM * 3 / 4;  // of the products for dK, those that begin before dQ_i is handed on
+// Of the products for dV and for dK, those that begin before dQ_i's, and before it is handed on: so that there are some beside the wait for the other
+// warpgroup's dS, and beside the stores of dQ_i.
+constexpr int DV_FIRST = BR == 64 ? PART / SUM / 2 : PART / SUM, DK_FIRST = BR == 64 ? BR / SUM : BR / SUM * 3 / 4;
 
 // FUSED, on chip for two warps: a slab of O and of dO; a patch of dQ's sums, which in 16 bits begins a little before it.
 constexpr int PREPARED_BYTES = 2 * BR * SLAB_ROW, FINISHED_BEFORE = SLAB_ALIGNMENT;
@@ -65,9 +71,11 @@ constexpr int AT_PREPARED = AT_DQ + (APART ? 0 : COMPUTING * PATCH * 4), AT_FINI
 constexpr int AT_LSE = AT_FINISHED + FUSED * (FINISHED_BEFORE + PATCH * 4), AT_DELTA = AT_LSE + STAGES * BR * 4;
 constexpr int AT_LIMITS = AT_DELTA + STAGES * BR * 4, LIMITS = BAND && APART ? COMPUTING * WARPGROUP * VECTOR_BYTES : 0;
 constexpr int AT_SHARES = AT_LIMITS + LIMITS, AT_BARRIERS = AT_SHARES + FUSED * 64;
-constexpr int K_THERE = 0, V_THERE = 1, DQ_THERE = 2, DQ_READ = 3, Q_THERE = 4, O_THERE = Q_THERE + STAGES, READ = O_THERE + STAGES;
-constexpr int DS_THERE = READ + STAGES, DS_READ = DS_THERE + S_STAGES * APART, FUSED_THERE = DS_READ + S_STAGES * APART;
-constexpr int BARRIERS = FUSED_THERE + 2 * FUSED;
+constexpr int K_THERE = 0, V_THERE = 1, Q_THERE = 2, O_THERE = Q_THERE + STAGES, READ = O_THERE + STAGES;
+constexpr int DQ_THERE = READ + STAGES, DQ_READ = DQ_THERE + COMPUTING;  // of each warpgroup's part
+constexpr int DS_THERE = DQ_THERE, DS_READ = DQ_READ;                    // APART: of each place, instead
+constexpr int FUSED_THERE = DQ_READ + COMPUTING, BARRIERS = FUSED_THERE + 2 * FUSED;
+static_assert(S_STAGES <= COMPUTING, "barriers of either kind");
 static_assert(AT_BARRIERS + BARRIERS * 8 == TILE_BYTES, "tiling.py and this file disagree on what is on chip");
 
 constexpr int ALL_MEET = 1, WARPGROUP_MEETS = 2, ALL_ADDED = 4;  // named barriers: of all that compute, one of each warpgroup; dQ has all
@@ -368,11 +376,10 @@ __device__ __forceinline__ void pass_stored(const Call& call, const Work& work, 
     pass_turn(blocks);  // whose fence lets this thread's additions see what others stored
 }
 
-// Step by step the dQ_i of both warpgroups to the sums in device memory. DETERMINISTIC: in the order of the keys. A block of threads then waits
-// for those with fewer keys before it alone, which began before it.
+// Step by step the dQ_i of each warpgroup to the sums in device memory. This thread's fence lets the copies see what lanes have stored: so these need
+// none each. DETERMINISTIC: in the order of the keys. A block of threads then waits for those with fewer keys before it alone, which began before it.
 __device__ __forceinline__ void add_all(const Call& call, const Work& work, const unsigned char* on_chip, Barrier* barriers)
 {
-    constexpr int BYTES = (BY_KEYS ? 1 : COMPUTING) * PATCH * 4;
     int h = work.h * (int)call.group, i0 = first_rows(work), parity = 0;
     if constexpr (FUSED) {
         await_prepared(call, work);
@@ -386,19 +393,23 @@ __device__ __forceinline__ void add_all(const Call& call, const Work& work, cons
             pass_stored(call, work, h);
         if constexpr (DETERMINISTIC)
             await_turn(call.counters + block, turn_at(call, work, i0));
-        await(barriers + DQ_THERE, parity);
+        float* const sums = sums_of_block(call, block);
 #pragma unroll
-        for (int from = 0; from < COMPUTING * PATCH * 4; from += BYTES) {
-            if constexpr (DETERMINISTIC)
+        for (int n = 0; n < COMPUTING; n++) {
+            await(barriers + DQ_THERE + n, parity);
+            fence_shared();
+            if constexpr (DETERMINISTIC && BY_KEYS)
                 await_stores<0>();  // those of the other warpgroup
             if (STORES && i0 < to_be_stored)
-                store_bulk(sums_of_block(call, block), on_chip + AT_DQ + from, BYTES);
+                store_bulk(sums + n * PATCH, on_chip + AT_DQ + n * PATCH * 4, PATCH * 4);
             else
-                add_bulk(sums_of_block(call, block), on_chip + AT_DQ + from, BYTES);
+                add_bulk(sums + (BY_KEYS ? 0 : n * PATCH), on_chip + AT_DQ + n * PATCH * 4, PATCH * 4);
             commit_stores();
         }
-        await_stores_read<0>();
+        await_stores_read<1>();
         arrive(barriers + DQ_READ);
+        await_stores_read<0>();
+        arrive(barriers + DQ_READ + 1);
         if (STORES && i0 < to_be_stored && i0 + BR >= to_be_stored)
             pass_stored(call, work, h);
         if constexpr (DETERMINISTIC) {
@@ -442,7 +453,7 @@ __device__ __forceinline__ void store_across(unsigned char* place, int n, const 
 
 __device__ __forceinline__ void all_meet()
 {
-    if constexpr (SKIPS)
+    if constexpr (BAND)
         meet_from_apart(ALL_MEET, COMPUTING * WARPGROUP);
     else
         meet(ALL_MEET, COMPUTING * WARPGROUP);
@@ -577,8 +588,9 @@ __device__ __forceinline__ void compute_all(const Call& call, const Work& work, 
     if (work.steps > 0) {
         const float scale = (float)(call.scale * (double)LOG2E);
         const int q_length = work.q_length, left = (int)least(work.kv_length - work.j0, BC);  // keys of the block
-        // Of the lane's two keys: the rows that see them, none if the key does not exist; without a band, the most that an exponent may be
-        // there. Between the warpgroup's keys and rows that are `seen`, some are visible, and all that exist with rows that are `plain`.
+        // Of the lane's two keys: the rows that see them, none if the key does not exist; without a band, the most that an exponent may be there,
+        // in float16, where dS may be infinite. Between the warpgroup's keys and rows that are `seen`, some are visible, and all that exist with
+        // rows that are `plain`.
         unsigned first[2], count[2];
         float most[2];
         int seen_from = 0, seen_to = q_length, plain_from = 0, plain_to = q_length + BR;
@@ -615,11 +627,12 @@ __device__ __forceinline__ void compute_all(const Call& call, const Work& work, 
         const LowerHalf dS_across = moved(keys_across, AT_DS + (BY_ROWS ? mine * BC * SLAB_ROW : 0));
 
         Ring<STAGES> at;
-        int h = work.h * (int)call.group, i0 = first_rows(work);
+        int h = work.h * (int)call.group, i0 = first_rows(work), steps = work.steps, taken = 0;
         const auto next_step = [&]() {
             at.next();
             i0 = next_rows(work, i0);
             h += i0 == first_rows(work);
+            steps--, taken++;
         };
 
         await(barriers + K_THERE, 0);
@@ -642,7 +655,8 @@ __device__ __forceinline__ void compute_all(const Call& call, const Work& work, 
             *limits = make_uint4(first[0], first[1], count[0], count[1]);
         }
 
-        for (int steps = work.steps; steps > 0; steps--) {
+        // hides: may something be hidden between its rows and the warpgroup's keys?
+        const auto step = [&](const bool hides) __attribute__((always_inline)) {
             const bool rows_end = rows_follow && i0 + BR > q_length;
             unsigned char* const tile = on_chip + AT_DS + steps % S_STAGES * (BC * BR * 2);
             if constexpr (DS_BY_ROWS)
@@ -663,7 +677,7 @@ __device__ __forceinline__ void compute_all(const Call& call, const Work& work, 
                 commit_products();
             };
             const auto pass_on = [&](const float (&dQ)[DQ_COLUMNS / 2]) __attribute__((always_inline)) {
-                await(barriers + DQ_READ, (work.steps - steps & 1) ^ 1);  // that of the step before is on its way
+                await(barriers + DQ_READ + mine, (taken & 1) ^ 1);  // that of the step before is on its way
                 if constexpr (DS_BY_ROWS)
                     at_dQ = once_more(at_dQ);
                 float4* const passed = (float4*)(on_chip + at_dQ);
@@ -671,13 +685,10 @@ __device__ __forceinline__ void compute_all(const Call& call, const Work& work, 
                 for (int n = 0; n < DQ_COLUMNS / 8; n++)
                     passed[n * WARP_LANES] = make_float4(dQ[4 * n], dQ[4 * n + 1], dQ[4 * n + 2], dQ[4 * n + 3]);
             };
-            const auto tell = [&]() __attribute__((always_inline)) {
-                fence_shared();
-                arrive_as_warp(barriers + DQ_THERE, lane);
-            };
+            const auto tell = [&]() __attribute__((always_inline)) { arrive_as_warp(barriers + DQ_THERE + mine, lane); };
 
             // No row of them sees a key of this warpgroup, which has a share in their dQ nevertheless
-            if (SKIPS && !rows_end && (i0 + BR <= seen_from || i0 >= seen_to)) {
+            if (hides && SKIPS && !rows_end && (i0 + BR <= seen_from || i0 >= seen_to)) {
                 // Not to be read, but nobody may give back what is still on its way
                 await(barriers + Q_THERE + at.stage, at.parity);
                 await(barriers + O_THERE + at.stage, at.parity);
@@ -694,7 +705,7 @@ __device__ __forceinline__ void compute_all(const Call& call, const Work& work, 
                 tell();
                 arrive_as_warp(barriers + READ + at.stage, lane);
                 next_step();
-                continue;
+                return;
             }
 
             float dP[PART / 2];
@@ -747,11 +758,20 @@ __device__ __forceinline__ void compute_all(const Call& call, const Work& work, 
                 all_meet();
             }
             begin_dP(0);
+            float2 rows_lse[PART / 8], rows_delta[PART / 8];
+            const auto read_rows = [](float2 (&rows)[PART / 8], const float2* from) __attribute__((always_inline)) {
+#pragma unroll
+                for (int n = 0; n < PART / 8; n++)
+                    rows[n] = from[4 * n];
+            };
+            if constexpr (ROWS_FIRST) {
+                read_rows(rows_lse, (const float2*)(on_chip + AT_LSE) + at.stage * (BR / 2) + lane % 4);
+                pin((float(&)[PART / 4])rows_lse);
+            }
             await_products<1>();  // S
 
             if constexpr (APART)
-                await(barriers + DS_READ + steps % S_STAGES, dS_parity(work, steps) ^ 1);  // that of the step before the last
-            const bool plain = i0 >= plain_from && i0 + BR <= plain_to;
+                await(barriers + DS_READ + steps % S_STAGES, (taken / S_STAGES & 1) ^ 1);  // that of the step before the last
             unsigned P[BR / SUM][4], dS[BR / SUM][4];
             const auto begin_dK = [&](int from, int to) __attribute__((always_inline)) {
 #pragma unroll
@@ -759,16 +779,15 @@ __device__ __forceinline__ void compute_all(const Call& call, const Work& work, 
                     multiply_rs<TO_D, true>(dK, dS[n], moved(Q_across, n * ROW_STEP) + of_q, true);
                 commit_products();
             };
+            const auto begin_dV = [&](int r, int from, int to) __attribute__((always_inline)) {
+#pragma unroll
+                for (int n = from; n < to; n++)
+                    multiply_rs<TO_V, true>(dV, P[r * (PART / SUM) + n], moved(dO_across, r * PART * SLAB_ROW + n * ROW_STEP) + of_o, true);
+            };
 #pragma unroll
             for (int r = 0; r < PARTS; r++) {
                 const float2* const lse = (const float2*)(on_chip + AT_LSE) + at.stage * (BR / 2) + r * (PART / 2) + lane % 4;
                 const float2* const delta = (const float2*)(on_chip + AT_DELTA) + at.stage * (BR / 2) + r * (PART / 2) + lane % 4;
-                float2 first_lse[PART / 8], first_delta[PART / 8];
-                const auto read_rows = [](float2 (&rows)[PART / 8], const float2* from) __attribute__((always_inline)) {
-#pragma unroll
-                    for (int n = 0; n < PART / 8; n++)
-                        rows[n] = from[4 * n];
-                };
                 // Of the row of a lane's n-th number
                 const auto of_row = [](const float2 (&rows)[PART / 8], const float2* from, int n) __attribute__((always_inline)) {
                     if constexpr (ROWS_FIRST)
@@ -776,8 +795,6 @@ __device__ __forceinline__ void compute_all(const Call& call, const Work& work, 
                     else
                         return n % 2 ? from[n / 4 * 4].y : from[n / 4 * 4].x;
                 };
-                if constexpr (ROWS_FIRST)
-                    read_rows(first_lse, lse);
                 // Column 8 (n / 4) + n % 2 after the lane's first is the row, counted from i0
                 const auto hide = [&](float (&x)[PART / 2], const uint4 limit) {
 #pragma unroll
@@ -786,47 +803,41 @@ __device__ __forceinline__ void compute_all(const Call& call, const Work& work, 
                             (n / 2 % 2 ? limit.w : limit.z))
                             x[n] = 0.0f;
                 };
-                // P = exp(S - lse), at most 1 whatever was rounded, NaN stays NaN; 0 for keys that do not exist. dS = P (dP - delta). Without a
-                // branch between them, most exponentials are taken as dS is computed.
-                const auto differentiate = [&](const bool hidden, const float unit) __attribute__((always_inline)) {
-                    float x[PART / 2];
-                    uint4 limit = make_uint4(0, 0, 0, 0);
-                    if (hidden)
-                        limit = LIMITS_ON_CHIP ? *limits : make_uint4(first[0], first[1], count[0], count[1]);
-#pragma unroll
-                    for (int n = 0; n < PART / 2; n++)
-                        x[n] = exp2_approximately(
-                            least_or_nan(fmaf(S[r * (PART / 2) + n], unit, -of_row(first_lse, lse, n)),
-                                         BAND ? 0.0f : most[n / 2 % 2]));
-                    if (hidden)
-                        hide(x, limit);
-#pragma unroll
-                    for (int n = 0; n < PART / SUM; n++)
-                        to_factor(P[r * (PART / SUM) + n], x, n);
-                    await_products<0>();  // dP
-                    if constexpr (ROWS_FIRST)
-                        read_rows(first_delta, delta);
-#pragma unroll
-                    for (int n = 0; n < PART / 2; n++)
-                        x[n] *= DELTA_FIRST ? dP[n] : dP[n] - of_row(first_delta, delta, n);
-                    if (hidden)
-                        hide(x, limit);
-#pragma unroll
-                    for (int n = 0; n < PART / SUM; n++) {
-                        const int row = r * (PART / SUM) + n;
-                        to_factor(dS[row], x, n);
-                        if constexpr (DS_BY_ROWS)
-                            store_across(tile_mine, row, dS[row]);
-                        else
-                            store_factor<BC>(tile, first_key, row, dS[row]);
-                    }
-                };
-                if (!BAND || plain) {
-                    float unit[1] = {scale};
+                // P = exp(S - lse), at most 1 whatever was rounded, NaN stays NaN. dS = P (dP - delta). Without a branch between them, most
+                // exponentials are taken as dS is computed. In bfloat16 P of keys that do not exist is at most 1, too: dS, which is finite, then
+                // meets zeros of K.
+                float unit[1] = {scale};
+                if (!hides)
                     pin(unit);  // another number to the compiler, which would take exponentials before this place
-                    differentiate(false, unit[0]);
-                } else {
-                    differentiate(true, scale);
+                float x[PART / 2];
+                uint4 limit = make_uint4(0, 0, 0, 0);
+                if (hides)
+                    limit = LIMITS_ON_CHIP ? *limits : make_uint4(first[0], first[1], count[0], count[1]);
+#pragma unroll
+                for (int n = 0; n < PART / 2; n++)
+                    x[n] = exp2_approximately(least_or_nan(fmaf(S[r * (PART / 2) + n], unit[0], -of_row(rows_lse, lse, n)),
+                                                           BAND || TYPE == BFLOAT16 ? 0.0f : most[n / 2 % 2]));
+                if (hides)
+                    hide(x, limit);
+#pragma unroll
+                for (int n = 0; n < PART / SUM; n++)
+                    to_factor(P[r * (PART / SUM) + n], x, n);
+                await_products<0>();  // dP
+                if constexpr (ROWS_FIRST)
+                    read_rows(rows_delta, delta);
+#pragma unroll
+                for (int n = 0; n < PART / 2; n++)
+                    x[n] *= DELTA_FIRST ? dP[n] : dP[n] - of_row(rows_delta, delta, n);
+                if (hides)
+                    hide(x, limit);
+#pragma unroll
+                for (int n = 0; n < PART / SUM; n++) {
+                    const int row = r * (PART / SUM) + n;
+                    to_factor(dS[row], x, n);
+                    if constexpr (DS_BY_ROWS)
+                        store_across(tile_mine, row, dS[row]);
+                    else
+                        store_factor<BC>(tile, first_key, row, dS[row]);
                 }
 
                 if (DELTA_FIRST && r + 1 < PARTS)
@@ -834,9 +845,7 @@ __device__ __forceinline__ void compute_all(const Call& call, const Work& work, 
 
                 // dV += P^T dO; APART: and dK += dS^T Q
                 fence_products();
-#pragma unroll
-                for (int n = 0; n < PART / SUM; n++)
-                    multiply_rs<TO_V, true>(dV, P[r * (PART / SUM) + n], moved(dO_across, r * PART * SLAB_ROW + n * ROW_STEP) + of_o, true);
+                begin_dV(r, 0, DV_FIRST);
                 if constexpr (APART)
                     begin_dK(r * (PART / SUM), (r + 1) * (PART / SUM));
                 else
@@ -850,29 +859,42 @@ __device__ __forceinline__ void compute_all(const Call& call, const Work& work, 
                 await_products<0>();  // dV and dK, whose factors P and dS are in registers
                 arrive_as_warp(barriers + READ + at.stage, lane);
                 next_step();
-                continue;
+                return;
             }
             all_meet();  // dS is there; no thread reads that of the step before the last any more
 
             float dQ[DQ_COLUMNS / 2];
             begin_dQ(dQ);
 
-            // dK += dS^T Q, and dQ_i is handed on
+            // The rest of dV, dK += dS^T Q, and dQ_i is handed on
+            begin_dV(PARTS - 1, DV_FIRST, PART / SUM);
             begin_dK(0, DK_FIRST);
-            await_products<1>();  // dV, dQ
+            await_products<1>();  // dQ
             pass_on(dQ);
             if constexpr (DK_FIRST < BR / SUM) {
                 fence_products();
                 begin_dK(DK_FIRST, BR / SUM);
             }
             tell();
-            await_products<0>();  // dK, whose factor dS is in registers
+            await_products<0>();  // the rest of dV, and dK
             arrive_as_warp(barriers + READ + at.stage, lane);
             next_step();
+        };
+        // Loops of their own: where nothing is hidden no branch stands between exponentials and products then
+        if constexpr (BAND) {
+            while (steps > 0) {
+                while (steps > 0 && (i0 < plain_from || i0 + BR > plain_to))
+                    step(true);
+                while (steps > 0 && i0 >= plain_from && i0 + BR <= plain_to)
+                    step(false);
+            }
+        } else {
+            while (steps > 0)
+                step(false);
         }
         // No thread reads K and V any more
         if constexpr (APART)
-            await(barriers + DS_READ + 1 % S_STAGES, dS_parity(work, 1));
+            await(barriers + DS_READ + 1 % S_STAGES, (taken - 1) / S_STAGES & 1);
         else
             all_meet();
     } else {  // their copies are to end before others are where they come
@@ -944,8 +966,6 @@ extern "C" __global__ void __launch_bounds__(KEYS_THREADS, 1) fa2_backward_keys(
         for (int n = 0; n < MAPS; n++)
             if (n != MAP_K && n != MAP_V)
                 prefetch_map(argument.map[n]);
-        init_barrier(barriers + DQ_THERE, COMPUTING * WARPS * ARRIVALS);
-        init_barrier(barriers + DQ_READ, 1);
         for (int n = FUSED_THERE; n < BARRIERS; n++)
             init_barrier(barriers + n, 1);
         for (int n = 0; n < STAGES; n++) {
@@ -953,9 +973,9 @@ extern "C" __global__ void __launch_bounds__(KEYS_THREADS, 1) fa2_backward_keys(
             init_barrier(barriers + O_THERE + n, 1 + COPYING);  // who begins the copy of dO, and those that wrote lse and delta
             init_barrier(barriers + READ + n, COMPUTING * WARPS * ARRIVALS);
         }
-        for (int n = 0; n < S_STAGES * APART; n++) {
-            init_barrier(barriers + DS_THERE + n, COMPUTING * WARPS * ARRIVALS);
-            init_barrier(barriers + DS_READ + n, WARPS * ARRIVALS);
+        for (int n = 0; n < COMPUTING; n++) {
+            init_barrier(barriers + DQ_THERE + n, (APART ? COMPUTING : 1) * WARPS * ARRIVALS);
+            init_barrier(barriers + DQ_READ + n, APART ? WARPS * ARRIVALS : 1);
         }
         fence_barriers();
         fence_shared();
