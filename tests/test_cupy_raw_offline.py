@@ -553,8 +553,8 @@ def test_many_rows_of_16_bits_run_on_tensor_cores(arch, d, tmp_path):
 @pytest.mark.parametrize("dtype, d", [("bfloat16", 64), ("bfloat16", 128), ("float16", 128)])
 def test_backward_products_of_warpgroups_overlap(dtype, d, options, tmp_path):
     """The assembler leaves them side by side, no register goes to memory, and most exponentials are taken as dS is
-    computed, whether something is hidden or not. A band has a copy of that of its own, and at d = 128 one of dQ, where
-    a warpgroup sees nothing."""
+    computed, whether something is hidden or not. A band has two loops, of steps where it hides something and where it
+    does not, and at d = 128 a third dQ, where a warpgroup sees nothing."""
     pytest.importorskip("cupy")
     tool, file = disassembler(), tmp_path / "kernel.cubin"
     program = next(p for p in programs(Case("sm_90a", "fa2_backward", dtype, d, options)) if p.file.startswith("sm90/"))
@@ -569,22 +569,23 @@ def test_backward_products_of_warpgroups_overlap(dtype, d, options, tmp_path):
     br, bc, band = 128 if d == 64 else 64, 128, options != "plain"
     # S and dP are sums over d, dQ over keys, dK and dV over rows; dP has 64 rows at a time, and so has dQ where one
     # warpgroup computes all of it
-    twice = d == 64 or band
-    assert found["HGMMA"] == d // 16 * (1 + br // 64) + bc // 16 * (1 + twice) + 2 * br // 16
+    loops = 1 + band
+    times = 2 if d == 64 else loops + band  # dQ
+    assert found["HGMMA"] == loops * (d // 16 * (1 + br // 64) + 2 * br // 16) + times * bc // 16
     # Of a factor in shared memory the lower word moves: whole ones would be added to in 64 bits in front of a product
     assert not found["UIADD3.64"]
-    # A thread has twice 32 numbers of dQ and adds four at a time, or one thread all of them in bulk
+    # A thread has twice 32 numbers of dQ and adds four at a time, or one thread those of each warpgroup in bulk
     assert not found.keys() & {"LDL", "STL"}
-    assert (found["REDG"], found["UBLKRED"]) == ((2 * 32 // 4, 0) if d == 64 else (0, 1))
+    assert (found["REDG"], found["UBLKRED"]) == ((2 * 32 // 4, 0) if d == 64 else (0, 2))
     # What follows the wait for dP, up to a branch or the next products: dP - delta, or P dP, which began with -delta
     behind = [re.split("BRA|WARPGROUP.ARRIVE", part)[0] for part in " ".join(code).split("WARPGROUP.DEPBAR")[1:]]
     first = "FMUL" if d == 64 else "FADD"
     computing = [part.partition(first)[2] for part in behind if part.count(first) == 32]
     assert d == 128 or found["FADD"] < 32  # delta is nowhere else taken off
-    assert len(computing) == (2 if band else 1) * br // 64  # something hidden or not, of each 64 rows
-    # Without a branch before them, exponentials of the second 64 rows are taken as the products before them run:
-    # a branch makes them as many as elsewhere, and the kernel slower (bench/notes/sm90.md, run I)
-    together = computing[:1] if (d, band) == (64, False) else computing
+    assert len(computing) == loops * br // 64  # of each 64 rows
+    # Where nothing is hidden, the second 64 rows' exponentials are taken as the products before them run: a branch
+    # makes them as many as elsewhere, and the kernel slower (bench/notes/sm90.md, run I)
+    together = computing[:-1] if d == 64 else computing
     assert all(part.count("MUFU.EX2") > 16 for part in together), [part.count("MUFU.EX2") for part in computing]
 
 

@@ -648,7 +648,7 @@ BROKEN = {
     "dQ is not fenced": (
         "one tile", "fence_shared();\n            if constexpr (DETERMINISTIC &&", "if constexpr (DETERMINISTIC &&"),
     "dQ is added before it is there": ("one tile", "await(barriers + DQ_THERE + n, parity);", ""),
-    "the other half of dQ is told of": (
+    "both halves of dQ are told of as the first": (
         "one tile", "arrive_as_warp(barriers + DQ_THERE + mine", "arrive_as_warp(barriers + DQ_THERE"),
     "the rest of dV is left out": ("one tile", "begin_dV(PARTS - 1, DV_FIRST, PART / SUM);", ""),
     "dQ is given back before it was read": ("many steps", "await_stores_read<0>();\n        arrive(", "arrive("),
