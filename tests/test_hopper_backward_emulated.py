@@ -290,9 +290,9 @@ def check_what_overflows(taken, d=64):
 
 
 def one_large_key(d, dtype):
-    """out is v, so that dQ and dK are 0; but delta, 2^16 d, is outside of float16."""
+    """out is v, so that dQ and dK are 0; but delta, 2^16 d, is outside of float16, and exp(-lse) of float32."""
     case = make(Tq=3, Tk=1, d=d, dtype=dtype)
-    case.q[:], case.k[:], case.v[:], case.dout[:], case.dlse[:] = 1, -1, 256, 256, 0
+    case.q[:], case.k[:], case.v[:], case.dout[:], case.dlse[:] = 128, -1, 256, 256, 0
     return case
 
 
@@ -303,17 +303,21 @@ def test_keys_that_do_not_exist_have_no_share(d, dtype, device_by_name, taken):
     assert taken
 
 
-def check_a_large_key(d, dtype="float16"):
+def check_a_large_key(d, dtype):
     moved = on_device(one_large_key(d, dtype))
     dq, dk = (np.asarray(gradient).astype(np.float64) for gradient in moved.backward(*moved.forward())[:2])
     assert not dq.any() and not dk.any()
 
 
+@pytest.mark.parametrize("dtype, old, new", [
+    ("float16", "y < left ? 0.0f : -INFINITE", "0.0f"),
+    ("bfloat16", "TYPE == BFLOAT16 ? 0.0f : most", "TYPE == BFLOAT16 ? INFINITE : most"),
+])  # fmt: skip
 @pytest.mark.parametrize("d", [64, 128])
-def test_keys_that_do_not_exist_are_missed(d, device_by_name, monkeypatch):
-    break_backward(monkeypatch, "y < left ? 0.0f : -INFINITE", "0.0f")
+def test_keys_that_do_not_exist_are_missed(d, dtype, old, new, device_by_name, monkeypatch):
+    break_backward(monkeypatch, old, new)
     with pytest.raises(AssertionError):
-        check_a_large_key(d)
+        check_a_large_key(d, dtype)
 
 
 def test_two_calls_do_not_add_up(device_by_name):
