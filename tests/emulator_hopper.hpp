@@ -73,7 +73,6 @@ void fence_products();
 void commit_products();
 template <int PENDING> inline void await_products() { emulated::await_products(PENDING); }
 template <int COUNT> inline void pin(float (&)[COUNT]) {}
-template <int COUNT> inline void keep(const unsigned (&)[COUNT][4]) {}
 
 template <int N> constexpr bool IS_WIDTH = N == 16 || N == 32 || N == 64 || N == 80 || N == 96 || N == 128 || N == 160 || N == 192 || N == 256;
 

@@ -6,13 +6,13 @@
 // of it as there is room for. dS^T goes to shared memory as well, as a factor of dQ_i = dS K, in which both warpgroups' keys have a share. dQ_i is
 // added to float32 sums in device memory, in the order in which the registers hold it. APART: a fourth warpgroup computes dQ_i and adds it from its
 // registers, and the two others never wait for each other. Otherwise these two compute it, half each, and leave it in shared memory for one thread
-// to add; half of dV and dK are under way meanwhile. DIVIDED: the last blocks of keys have several blocks of threads, each for some of the rows
-// (backward.cuh).
+// to add; dK, and with 64 rows half of dV, is under way meanwhile. DIVIDED: the last blocks of keys have several blocks of threads, each for some of
+// the rows (backward.cuh).
 // On chip:  K (Bc, d), V (Bc, dv), STAGES of Q (Br, d) and dO (Br, dv), two dS (Bc, Br) in 16 bits; dQ (Br, d) or none; lse and delta (Br), barriers;
 //           in registers S (Bc, Br), dP (Bc, 64), dK (Bc, d), dV (Bc, dv), dQ (Br, d), of V (Bc, 16 V_HELD), of K (16 K_HELD, d).
 //           FUSED: 64 columns of O and dO (Br, 64) of rows to be prepared, sums of dQ (64, 64) to be finished, and which rows these are. A band:
 //           which rows see a lane's keys, where V was that is in registers, or, APART, in a place of its own.
-// In device memory: sums of dQ; counters, 0 before: of heads' blocks of threads that have prepared and that have added (FUSED), or of those that have
+// In device memory: sums of dQ; counters, 0 before: of heads' blocks of threads that have prepared and that have added (FUSED), and of those that have
 //           stored (STORES), of blocks of rows (DETERMINISTIC), of shares that are there (DIVIDED); shares of dK and dV (DIVIDED).
 //
 // fa2_backward_finish: dQ = scale * those sums, row by row. FUSED: for the last heads only; of the others it is the work of a warp of later blocks of

@@ -22,7 +22,8 @@ constexpr int SLAB = 64, SLAB_ROW = 128, SLAB_ALIGNMENT = 1024;
 __device__ __forceinline__ int in_slab(int row, int piece) { return row * SLAB_ROW + ((piece ^ (row & 7)) << 4); }
 
 #ifdef BOUNDED
-constexpr unsigned MOST_POLLS = 1u << 20;  // of a barrier, then the kernel ends with an error: for debugging
+// Of a barrier, then the kernel ends with an error: for debugging. A wait beside compute-sanitizer may be longer than 2^20 of them.
+constexpr unsigned MOST_POLLS = 1u << 27;
 #endif
 
 #ifndef EMULATED
@@ -198,7 +199,8 @@ __device__ __forceinline__ void pass_turn(unsigned* turns)
 // What others wrote to device memory by ordinary stores, and this thread has seen, is seen by its copies.
 __device__ __forceinline__ void fence_device() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
 
-// What this thread wrote to shared memory by ordinary stores becomes visible to products and copies, after a barrier.
+// What this thread wrote to shared memory by ordinary stores becomes visible to products and copies, after a barrier; and what others wrote before a
+// barrier that this thread has passed, to copies that it begins.
 __device__ __forceinline__ void fence_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 __device__ __forceinline__ void prefetch_map(const TensorMap& map) { asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory"); }
@@ -251,14 +253,6 @@ template <int COUNT> __device__ __forceinline__ void pin(float (&x)[COUNT])
 #pragma unroll
     for (int n = 0; n < COUNT; n++)
         asm volatile("" : "+f"(x[n])::"memory");
-}
-
-// What products under way read of these registers is still in them here.
-template <int COUNT> __device__ __forceinline__ void keep(const unsigned (&x)[COUNT][4])
-{
-#pragma unroll
-    for (int n = 0; n < COUNT; n++)
-        asm volatile("" ::"r"(x[n][0]), "r"(x[n][1]), "r"(x[n][2]), "r"(x[n][3]) : "memory");
 }
 
 // sum += A B for 64 x N sums of 16 products; sum = A B unless `adds`. Lane (g, t) = (lane / 4, lane % 4) of warp w holds of the sums n = 0, 1, ...
