@@ -1,23 +1,27 @@
 // Threads of a block as fibers, for emulator.hpp: a barrier lets the others run.
 //
+// Of a cluster two blocks run: the first (or the last) whenever it can, else the other. What a block has lies where the names say while its threads
+// run, and elsewhere while those of the other do: exchange_blocks().
+//
 // Unkind where hardware may be: asynchronous copies happen when they are waited for (or, if they never are, when the thread ends), shared
 // memory starts as NaN, and the bytes behind it are watched. Order of threads: round robin, forwards or backwards; with emulator_hopper.cpp
 // the first thread (or the last) always goes as far as it can.
 
+#include <algorithm>
 #include <csetjmp>
 #include <cstdarg>
 #include <sys/mman.h>
 #include <ucontext.h>
 #include <vector>
 
-constexpr unsigned MOST_THREADS = 640, LANES = 32;
+constexpr unsigned MOST_THREADS = 640, MOST_BLOCKS = 2, LANES = 32;
 constexpr size_t STACK = 512 << 10;
 
 Dimensions threadIdx, blockIdx, blockDim, gridDim;
 unsigned char on_chip[MOST_SHARED + WATCHED];
 
 struct Copy { void* to; const void* from; int bytes; bool exists; };
-enum State { READY, AT_BARRIER, IN_WARP, IN_GROUP, ENDED, WAITING, POLLING };  // the last two: emulator_hopper.cpp
+enum State { READY, AT_BARRIER, IN_WARP, IN_GROUP, AT_CLUSTER, ENDED, WAITING, POLLING };  // the last two: emulator_hopper.cpp
 struct Fiber {
     ucontext_t context;  // to begin in; from then on it goes on where it left off, which takes no call of the system
     jmp_buf left;
@@ -28,9 +32,16 @@ struct Fiber {
     const void* operation;  // of its warp, in which it is or was last
     void* operand[3];       // of that
 };
-static Fiber fibers[MOST_THREADS];
+static Fiber of_cluster[MOST_BLOCKS][MOST_THREADS], *fibers = of_cluster[0], *fibers_there = of_cluster[1];
 static jmp_buf scheduler;
-static unsigned threads, current, at_barrier, in_warp[MOST_THREADS / LANES], in_group[MOST_THREADS / LANES];
+static unsigned threads, current, cluster, rank, at_cluster;  // blocks of a cluster; which of them runs
+static size_t bytes_on_chip;
+static struct Block {
+    unsigned number, ended, at_barrier, in_warp[MOST_THREADS / LANES], in_group[MOST_THREADS / LANES];
+    int heard;
+} block, block_there;
+static bool has_visited;  // a thread, the other block, so that others there may go on
+static unsigned char chip_there[MOST_SHARED + WATCHED];
 
 namespace emulated {
 char message[2000];
@@ -46,6 +57,7 @@ struct Hooks {
     void (*end)();
     void (*met)();
     bool (*stuck)();  // can one go on now?
+    void (*exchange)();  // of what the blocks of a cluster have
 };
 static Hooks hooks;
 
@@ -67,6 +79,24 @@ void stop()
 {
     _longjmp(scheduler, 1);
 }
+
+// The block of the cluster that runs is the other one from now on; a thread that does this is still one of its own block.
+static void exchange_blocks()
+{
+    std::swap_ranges(on_chip, on_chip + bytes_on_chip, chip_there);
+    std::swap(fibers, fibers_there);
+    std::swap(block, block_there);
+    rank ^= 1;
+    if (hooks.exchange)
+        hooks.exchange();
+}
+
+static void go_to_block(unsigned number)
+{
+    if (rank != number)
+        exchange_blocks();
+    blockIdx.x = block.number;
+}
 }
 
 static void wait(State why)
@@ -87,11 +117,11 @@ static void perform(const std::vector<Copy>& copies)
 
 void __syncthreads()
 {
-    if (++at_barrier < threads) {
+    if (++block.at_barrier < threads) {
         wait(AT_BARRIER);
         return;
     }
-    at_barrier = 0;
+    block.at_barrier = 0;
     if (emulated::hooks.met)
         emulated::hooks.met();
     for (unsigned n = 0; n < threads; n++)
@@ -101,14 +131,33 @@ void __syncthreads()
 
 int __syncthreads_or(int x)
 {
-    static int heard;
-    if (at_barrier == 0)
-        heard = 0;
-    heard |= x != 0;
+    if (block.at_barrier == 0)
+        block.heard = 0;
+    block.heard |= x != 0;
     __syncthreads();
-    const int answer = heard;
+    const int answer = block.heard;
     __syncthreads();  // all have read it
     return answer;
+}
+
+// A thread that has ended is waited for, too, as by __syncthreads().
+void emulated::meet_cluster()
+{
+    if (++at_cluster < cluster * threads) {
+        wait(AT_CLUSTER);
+        return;
+    }
+    at_cluster = 0;
+    for (unsigned both = 0; both < cluster; both++) {
+        if (hooks.met)
+            hooks.met();
+        for (unsigned n = 0; n < threads; n++)
+            if (fibers[n].state == AT_CLUSTER)
+                fibers[n].state = READY;
+        if (cluster > 1)
+            exchange_blocks();
+    }
+    has_visited = cluster > 1;
 }
 
 // The last lane that comes does the work of the whole warp; all must have come for the same.
@@ -117,11 +166,11 @@ template <class Work> static void by_warp(Work work)
     static char operation;  // its address stands for it
     const unsigned warp = current / LANES;
     fibers[current].operation = &operation;
-    if (++in_warp[warp] < LANES) {
+    if (++block.in_warp[warp] < LANES) {
         wait(IN_WARP);
         return;
     }
-    in_warp[warp] = 0;
+    block.in_warp[warp] = 0;
     for (unsigned n = warp * LANES; n < (warp + 1) * LANES; n++)
         if (fibers[n].operation != &operation) {
             emulated::complain("lane %u of its warp is in another operation", n % LANES);
@@ -217,11 +266,11 @@ uint2 load_words(const void* from, int bytes)
 void emulated::sync_group(unsigned warps)
 {
     const unsigned group = current / (warps * LANES);
-    if (++in_group[group] < warps * LANES) {
+    if (++block.in_group[group] < warps * LANES) {
         wait(IN_GROUP);
         return;
     }
-    in_group[group] = 0;
+    block.in_group[group] = 0;
     if (emulated::hooks.met)
         emulated::hooks.met();
     for (unsigned n = group * warps * LANES; n < (group + 1) * warps * LANES; n++)
@@ -350,36 +399,45 @@ __attribute__((noinline)) static void go_on(Fiber& fiber)
 // Mapped for one launch: every kernel is a library of its own, and a process that kept the stacks of them all
 // could not be forked where their sum passes the machine's memory.
 struct Stacks {
-    static constexpr size_t BYTES = STACK * MOST_THREADS;
-    char* const first = (char*)mmap(nullptr, BYTES, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-    ~Stacks() { munmap(first, BYTES); }
+    static constexpr size_t BYTES = STACK * MOST_THREADS;  // of a block
+    const size_t all = BYTES * cluster;
+    char* const first = (char*)mmap(nullptr, all, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    ~Stacks() { munmap(first, all); }
 };
+
+static void begin_block(unsigned number, size_t shared, char* stacks)
+{
+    blockIdx = {number, 0, 0};
+    memset(on_chip, 0xFF, shared);
+    memset(on_chip + shared, 0x5A, WATCHED);
+    block = {number};
+    for (unsigned n = 0; n < threads; n++) {
+        fibers[n].state = READY, fibers[n].begun_to_run = false;
+        fibers[n].begun.clear(), fibers[n].groups.clear();
+        getcontext(&fibers[n].context);
+        fibers[n].context.uc_stack.ss_sp = stacks + n * STACK, fibers[n].context.uc_stack.ss_size = STACK;
+        makecontext(&fibers[n].context, thread_main, 0);
+    }
+    if (emulated::hooks.begin)
+        emulated::hooks.begin();
+}
 
 // 0: all threads of all blocks came to their end. 1: threads wait for threads that will not come. 2: memory behind the tiles was written.
 // 3: the message says what.
-int emulated::run_blocks(unsigned blocks, unsigned count, size_t shared, bool backwards)
+int emulated::run_blocks(unsigned blocks, unsigned count, size_t shared, bool backwards, unsigned of_cluster)
 {
+    cluster = of_cluster, threads = count, bytes_on_chip = shared + WATCHED, rank = 0, has_visited = false;
     const Stacks stacks;
     message[0] = 0;
-    threads = count;
     gridDim = {blocks, 1, 1}, blockDim = {count, 1, 1};
-    for (unsigned block = 0; block < blocks; block++) {
-        blockIdx = {backwards && !emulated::in_order ? blocks - 1 - block : block, 0, 0};
-        memset(on_chip, 0xFF, shared);
-        memset(on_chip + shared, 0x5A, WATCHED);
-        at_barrier = 0;
-        memset(in_warp, 0, sizeof in_warp);
-        memset(in_group, 0, sizeof in_group);
-        for (unsigned n = 0; n < count; n++) {
-            fibers[n].state = READY, fibers[n].begun_to_run = false;
-            fibers[n].begun.clear(), fibers[n].groups.clear();
-            getcontext(&fibers[n].context);
-            fibers[n].context.uc_stack.ss_sp = stacks.first + n * STACK, fibers[n].context.uc_stack.ss_size = STACK;
-            makecontext(&fibers[n].context, thread_main, 0);
+    for (unsigned first = 0; first < blocks; first += cluster) {
+        at_cluster = 0;
+        for (unsigned n = cluster; n-- > 0;) {
+            go_to_block(n);
+            begin_block((backwards && !emulated::in_order ? blocks - cluster - first : first) + n, shared, stacks.first + n * Stacks::BYTES);
         }
-        if (hooks.begin)
-            hooks.begin();
-        for (unsigned ended = 0; ended < count;) {
+        go_to_block(backwards ? cluster - 1 : 0);
+        for (unsigned ended = 0; ended < cluster;) {
             bool any = false;
             for (unsigned x = 0; x < count; x++) {
                 const unsigned n = backwards ? count - 1 - x : x;
@@ -392,20 +450,25 @@ int emulated::run_blocks(unsigned blocks, unsigned count, size_t shared, bool ba
                 emulated::in_thread = false;
                 if (message[0])
                     return 3;
-                ended += fibers[n].state == ENDED;
+                block.ended += fibers[n].state == ENDED;
                 if (hooks.stuck)  // unfair: always the first one that can go on
                     break;
             }
-            if (!any && ended < count && !(hooks.stuck && hooks.stuck()))
+            if (any && block.ended == count) {
+                if (hooks.end)
+                    hooks.end();
+                if (message[0])
+                    return 3;
+                for (size_t n = 0; n < WATCHED; n++)
+                    if (on_chip[shared + n] != 0x5A)
+                        return 2;
+                ended++;
+            }
+            if (has_visited)
+                has_visited = false, go_to_block(backwards ? cluster - 1 : 0);
+            else if (!any && !(hooks.stuck && hooks.stuck()))
                 return message[0] ? 3 : 1;
         }
-        if (hooks.end)
-            hooks.end();
-        if (message[0])
-            return 3;
-        for (size_t n = 0; n < WATCHED; n++)
-            if (on_chip[shared + n] != 0x5A)
-                return 2;
     }
     return 0;
 }

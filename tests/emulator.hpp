@@ -16,6 +16,7 @@
 #define __forceinline__ inline
 #define __align__(n) __attribute__((aligned(n)))
 #define __launch_bounds__(...)
+#define __cluster_dims__(...)
 
 #pragma GCC visibility push(hidden)  // each library has its own
 
@@ -68,11 +69,12 @@ extern bool in_order;       // blocks of threads, backwards too: they wait for o
 extern void (*body)(void*);
 extern void* argument;
 
-int run_blocks(unsigned blocks, unsigned count, size_t shared, bool backwards);
+int run_blocks(unsigned blocks, unsigned count, size_t shared, bool backwards, unsigned cluster = 1);
 void complain(const char* format, ...);
 [[noreturn]] void stop();  // the block ends here
 void shuffle(const void* x, void* answer, size_t bytes, int lane, bool exchanges);
 void sync_group(unsigned warps);
+void meet_cluster();
 void begin_copy(void* to, const void* from, int bytes, bool exists);
 void await_groups(size_t pending);
 void matrices_of_warp(unsigned (&x)[4], unsigned from, bool transposed);

@@ -102,10 +102,13 @@ extern "C" int emulate(
 }
 """
 
-# The same of a text whose kernels take maps, or a call alone; KERNELS has them all, and their __launch_bounds__.
+# The same of a text whose kernels take maps, or a call alone; KERNELS has them all, their __launch_bounds__, and how
+# many blocks a cluster has: 1, times what __cluster_dims__ say.
 LAUNCH_MAPPED = """
+#undef __cluster_dims__
+#define __cluster_dims__(x, y, z) * (x) * (y) * (z)
 %s
-static struct { void* kernel; bool mapped; unsigned bounds[2]; } const KERNELS[] = {%s};
+static struct { void* kernel; bool mapped; unsigned bounds[2], cluster; } const KERNELS[] = {%s};
 static void* kernel_of_launch;
 extern "C" const char* message_of_launch() { return emulated::message; }
 extern "C" int emulate(
@@ -124,6 +127,7 @@ extern "C" int emulate(
             return 3;
         }
         memcpy(emulated::bounds, x.bounds, sizeof x.bounds);
+        emulated::blocks_of_cluster = x.cluster;
         if (x.mapped)
             emulated::body = [](void* x) { ((void (*)(const MappedCall))kernel_of_launch)(*(const MappedCall*)x); };
         else
@@ -137,7 +141,8 @@ extern "C" int emulate(
 # Kernels whose blocks wait for blocks of smaller numbers
 IN_ORDER = re.compile(r"constexpr int (BALANCED|FUSED|STORES) = 1;|#define DETERMINISTIC 1")
 KERNEL = re.compile(
-    r"__global__\s+void\s+(?:__launch_bounds__\(([^()]*)\)\s+)?(\w+)\(const (__grid_constant__ )?(Mapped)?Call "
+    r"__global__\s+void\s+(?:__launch_bounds__\(([^()]*)\)\s+)?(?:(CLUSTER|__cluster_dims__\([^()]*\))\s+)?"
+    r"(\w+)\(const (__grid_constant__ )?(Mapped)?Call "
 )
 
 
@@ -146,10 +151,10 @@ def launch_of(text):
     if "MappedCall" not in text:
         return LAUNCH
     names, rows = [], []  # of kernels that the preprocessor may leave out: their addresses are 0 then
-    for bounds, name, constant, mapped in KERNEL.findall(text):
+    for bounds, cluster, name, constant, mapped in KERNEL.findall(text):
         assert constant or not mapped, f"{name}: a tensor map is read where the argument lies, so __grid_constant__"
         names.append(f'extern "C" void address_of_{name}() __asm__("{name}") __attribute__((weak));')
-        rows.append(f"{{(void*)address_of_{name}, {int(bool(mapped))}, {{{bounds}}}}}")
+        rows.append(f"{{(void*)address_of_{name}, {int(bool(mapped))}, {{{bounds}}}, 1 {cluster}}}")
     return LAUNCH_MAPPED % ("\n".join(names), ", ".join(rows), IN_ORDER.search(text) is not None)
 
 

@@ -4,7 +4,8 @@
 // its barrier, products when they are waited for, stores of device memory when somebody waits for them or the block ends. From their begin to their end
 // the memory and the sums that they write are NaN, and what they read must stay as it was. A copy in shared memory, `visible`, is what
 // products and stores see of it: ordinary stores come there by fence_shared() and a barrier. All that breaks a rule ends the launch with a
-// message. Copies land in the order of their begin, in blocks that run backwards in the opposite one.
+// message. Copies land in the order of their begin, in blocks that run backwards in the opposite one. A block of a cluster ends as early as it can:
+// then nothing may come to it, nor be on its way from it.
 //
 // Not seen: fence_shared() forgotten by one thread where others have it, if it wrote otherwise than by store_matrices; registers that are
 // read too early (they are NaN).
@@ -21,11 +22,11 @@ constexpr unsigned POISONED_SUM = 0x7FC0DEADu;  // a NaN
 constexpr uint64_t BARRIER_MARK = 0xBA221E5Eull << 32, MAP_MARK = 0x3A9D15C0ull;
 
 bool bfloat16;
-unsigned bounds[2];
+unsigned bounds[2], blocks_of_cluster = 1;
 static size_t shared_bytes;
 static bool last_first;
-static unsigned char visible[MOST_SHARED];
-static bool fence_somewhere;
+static unsigned char visible_of[MOST_BLOCKS][MOST_SHARED], *visible = visible_of[0], *visible_there = visible_of[1];
+static bool fence_somewhere, fence_there;
 
 #define STOP(...) do { emulated::complain(__VA_ARGS__); emulated::stop(); } while (0)
 
@@ -89,7 +90,7 @@ struct Thread {
     Sum sums[MOST_SUMS];
     Factor factors[MOST_FACTORS];
 };
-static Thread all[MOST_THREADS];
+static Thread all_of[MOST_BLOCKS][MOST_THREADS], *all = all_of[0], *all_there = all_of[1];
 inline Thread& me() { return all[current]; }
 
 static unsigned idle;
@@ -105,8 +106,8 @@ static void wait_for(Reason reason, unsigned id, long wanted)
 // ---- shared memory --------------------------------------------------------------------------------------------------------------
 
 // Where store_matrices of a warp has written since all its lanes were at fence_shared, and the lanes that were there since.
-static std::vector<unsigned> unfenced[MOST_THREADS / LANES];
-static unsigned fenced_lanes[MOST_THREADS / LANES];
+static std::vector<unsigned> unfenced[MOST_THREADS / LANES], unfenced_there[MOST_THREADS / LANES];
+static unsigned fenced_lanes[MOST_THREADS / LANES], fenced_there[MOST_THREADS / LANES];
 
 // All stores to shared memory until now are visible to what the hardware does on its own.
 static void publish()
@@ -130,6 +131,17 @@ static void publish_mine()
 {
     if (me().has_fenced)
         publish();
+}
+
+// So are, to copies to the other block that this thread begins, those before a barrier that it has passed, whoever made them, if it was at
+// fence_shared() since.
+static void publish_to_me(unsigned at, unsigned bytes)
+{
+    if (!me().has_fenced)
+        return;
+    memcpy(visible + at, on_chip + at, bytes);
+    for (std::vector<unsigned>& x : unfenced)
+        x.erase(std::remove_if(x.begin(), x.end(), [=](unsigned row) { return at <= row && row < at + bytes; }), x.end());
 }
 
 static unsigned offset_of(const void* x, unsigned bytes, const char* what)
@@ -158,7 +170,7 @@ struct Phases {
     int count, missing, under_way;  // arrivals; copies
     long phase, bytes;              // expected, and not landed
 };
-static std::vector<Phases> barriers;
+static std::vector<Phases> barriers, barriers_there;
 
 static Phases& phases_of(const Barrier* barrier)
 {
@@ -209,8 +221,11 @@ struct Transfer {
     Place place;
     const void* from;
     unsigned to, bytes, barrier;
+    bool is_from_there = false;  // from shared memory of the other block of the cluster, at this byte, where it is to read this
+    unsigned at = 0;
+    std::vector<unsigned char> seen = {};
 };
-static std::deque<Transfer> transfers;
+static std::deque<Transfer> transfers, transfers_there;
 
 static bool inside(const Map& m, const Place& p, int column, int row)
 {
@@ -233,12 +248,11 @@ static void begin(Transfer x)
     for (const Transfer& other : transfers)
         if (x.to < other.to + other.bytes && other.to < x.to + x.bytes)
             STOP("a copy to byte %u of shared memory begins while another into its place is under way", x.to);
-    publish_mine();
     check_visible(x.to, x.bytes, "what a copy writes over");
     memset(on_chip + x.to, POISON, x.bytes);
     memset(visible + x.to, POISON, x.bytes);
     barriers[x.barrier].under_way++;
-    transfers.push_back(x);
+    transfers.push_back(std::move(x));
 }
 
 // A copy whose barrier somebody waits at; false: there is none.
@@ -266,6 +280,12 @@ static bool land()
     if (x.is_box) {
         memset(on_chip + x.to, 0, x.bytes);
         over_box(x.map, x.place, x.to, [](const char* from, unsigned to) { memcpy(on_chip + to, from, 2); });
+    } else if (x.is_from_there) {
+        if (memcmp(x.seen.data(), chip_there + x.at, x.bytes)) {
+            complain("shared memory from byte %u on was written before its copy to this block of the cluster had read it", x.at);
+            return true;
+        }
+        memcpy(on_chip + x.to, x.seen.data(), x.bytes);
     } else
         memcpy(on_chip + x.to, x.from, x.bytes);
     memcpy(visible + x.to, on_chip + x.to, x.bytes);
@@ -278,7 +298,7 @@ static bool land()
 
 // ---- stores of shared memory to device memory -------------------------------------------------------------------------------------------
 
-static std::vector<Store> late;  // of threads that have ended
+static std::vector<Store> late, late_there;  // of threads that have ended
 
 static void begin(Store x)
 {
@@ -326,7 +346,7 @@ struct Warpgroup {
     unsigned first, done, groups;                   // numbers: of the first of these, of the first not yet computed; groups that all have committed
     std::vector<unsigned> ends, commits;            // by group: number of the product behind its last; threads that committed it
 };
-static Warpgroup warpgroups[MOST_THREADS / GROUP];
+static Warpgroup warpgroups_of[MOST_BLOCKS][MOST_THREADS / GROUP], *warpgroups = warpgroups_of[0], *warpgroups_there = warpgroups_of[1];
 inline Warpgroup& my_group() { return warpgroups[current / GROUP]; }
 
 static const unsigned char* piece_of_factor(unsigned address, const char* what)
@@ -569,7 +589,7 @@ void await_products(unsigned pending)
 // ---- named barriers -------------------------------------------------------------------------------------------------------------------
 
 struct Meeting { int count, come; bool has[MOST_THREADS]; };
-static Meeting meetings[NAMED];
+static Meeting meetings_of[MOST_BLOCKS][NAMED], *meetings = meetings_of[0], *meetings_there = meetings_of[1];
 
 static void come(int id, int count, bool waits)
 {
@@ -600,7 +620,7 @@ static void come(int id, int count, bool waits)
 
 // ---- registers ----------------------------------------------------------------------------------------------------------------------------
 
-static int spare;  // registers
+static int spare, spare_there;  // registers
 
 void change_registers(int count, bool more)
 {
@@ -626,15 +646,26 @@ void change_registers(int count, bool more)
 
 // ---- a block --------------------------------------------------------------------------------------------------------------------------------
 
+// The other block of the cluster takes the place of this one.
+static void exchange()
+{
+    std::swap(visible, visible_there), std::swap(fence_somewhere, fence_there);
+    std::swap(all, all_there);
+    std::swap(unfenced, unfenced_there), std::swap(fenced_lanes, fenced_there);
+    std::swap(barriers, barriers_there), std::swap(transfers, transfers_there), std::swap(late, late_there);
+    std::swap(warpgroups, warpgroups_there);
+    std::swap(meetings, meetings_there), std::swap(spare, spare_there);
+}
+
 static void begin_block()
 {
     memset(visible, POISON, shared_bytes);
     fence_somewhere = false, idle = 0, spare = 0;
     barriers.clear(), transfers.clear(), late.clear();
-    for (Meeting& x : meetings)
-        x = {};
-    for (Warpgroup& x : warpgroups)
-        x = {};
+    for (unsigned n = 0; n < NAMED; n++)
+        meetings[n] = {};
+    for (unsigned n = 0; n < MOST_THREADS / GROUP; n++)
+        warpgroups[n] = {};
     for (std::vector<unsigned>& x : unfenced)
         x.clear();
     const unsigned each = POOL / ((bounds[1] ? bounds[0] * bounds[1] : threads)) / 8 * 8;
@@ -671,6 +702,9 @@ static void end_block()
 {
     if (!transfers.empty())
         complain("the block ends while %zu copies into its shared memory are under way", transfers.size());
+    for (const Transfer& x : transfers_there)
+        if (x.is_from_there)
+            complain("the block ends while a copy from byte %u of its shared memory to the other of its cluster is under way", x.at);
     for (const Store& x : late)
         finish(x);
     for (const Phases& x : barriers)
@@ -697,49 +731,87 @@ static int describe(unsigned n, char* to, size_t most)
     case PRODUCTS:
         return snprintf(to, most, "awaits group %ld of products, which others of its warpgroup have not committed", x.wanted - 1);
     default:
-        return snprintf(to, most, "%s", fibers[n].state == AT_BARRIER ? "at __syncthreads" : fibers[n].state == IN_WARP ? "in an operation of its warp" : fibers[n].state == IN_GROUP ? "waiting for the other warps of its group" :
+        return snprintf(to, most, "%s", fibers[n].state == AT_BARRIER ? "at __syncthreads" : fibers[n].state == AT_CLUSTER ? "at cluster_meets" : fibers[n].state == IN_WARP ? "in an operation of its warp" : fibers[n].state == IN_GROUP ? "waiting for the other warps of its group" :
                         fibers[n].state == ENDED ? "has ended" : "polls");
     }
 }
 
-static bool stuck()
+static bool let_read()
+{
+    bool any = false;
+    for (unsigned n = 0; n < threads; n++)
+        if (all[n].reason == STORES)
+            wake(n), any = true;
+    return any;
+}
+
+// Of a cluster, the block that runs whenever it can: far ahead of the other, whose stores are read only when nothing else can happen.
+static unsigned favoured() { return last_first ? cluster - 1 : 0; }
+
+// By itself, or by what happens only when no thread can.
+static bool can_go_on()
 {
     for (;;) {
         for (unsigned n = 0; n < threads; n++)
             if (fibers[n].state == READY)
                 return true;
-        bool any = false;
-        for (unsigned n = 0; n < threads; n++)
-            if (all[n].reason == STORES)
-                wake(n), any = true;
-        if (any)
+        if (rank == favoured() && let_read())
             continue;
-        if (!land())
-            break;
-        if (message[0])
+        if (!land() || message[0])
             return false;
         idle = 0;
         for (unsigned n = 0; n < threads; n++)
             if (fibers[n].state == POLLING)
                 fibers[n].state = READY;
     }
-    if (idle++ < MOST_IDLE) {
-        bool any = false;
-        for (unsigned n = 0; n < threads; n++)
-            if (fibers[n].state == POLLING)
-                fibers[n].state = READY, any = true;
-        if (any)
+}
+
+static bool let_poll()
+{
+    bool any = false;
+    for (unsigned n = 0; n < threads; n++)
+        if (fibers[n].state == POLLING)
+            fibers[n].state = READY, any = true;
+    return any;
+}
+
+// Of each block of the cluster, until it is true of one.
+static bool of_a_block(bool (*work)())
+{
+    for (unsigned n = 0; n < cluster; n++) {
+        go_to_block(favoured() ^ n);
+        if (work())
             return true;
+        if (message[0])
+            return false;
     }
+    return false;
+}
+
+static bool stuck()
+{
+    if (of_a_block(can_go_on))
+        return true;
+    if (message[0])
+        return false;
+    if (cluster > 1 && of_a_block(let_read))
+        return true;
+    if (idle++ < MOST_IDLE && of_a_block(let_poll))
+        return true;
     char text[1500], one[300], next[300];
     int at = 0;
-    for (unsigned n = 0, first = 0; n < threads && at < 1100; n++) {
-        describe(n, one, sizeof one);
-        if (n + 1 < threads && (describe(n + 1, next, sizeof next), !strcmp(one, next)))
-            continue;
-        at += first == n ? snprintf(text + at, sizeof text - at, "\nthread %u %s", n, one)
-                         : snprintf(text + at, sizeof text - at, "\nthreads %u to %u %s", first, n, one);
-        first = n + 1;
+    for (unsigned both = 0; both < cluster; both++) {
+        go_to_block(both);
+        if (cluster > 1)
+            at += snprintf(text + at, sizeof text - at, "\nblock %u", blockIdx.x);
+        for (unsigned n = 0, first = 0; n < threads && at < (both + 1 < cluster ? 550 : 1100); n++) {
+            describe(n, one, sizeof one);
+            if (n + 1 < threads && (describe(n + 1, next, sizeof next), !strcmp(one, next)))
+                continue;
+            at += first == n ? snprintf(text + at, sizeof text - at, "\nthread %u %s", n, one)
+                             : snprintf(text + at, sizeof text - at, "\nthreads %u to %u %s", first, n, one);
+            first = n + 1;
+        }
     }
     complain("deadlock: %s", text);
     return false;
@@ -826,6 +898,7 @@ void copy_box(void* to, const TensorMap& map, Barrier* barrier, int column, int 
     x.barrier = &phases_of(barrier) - barriers.data();
     if (x.to % ATOM)
         STOP("a box is copied to byte %u of shared memory, no multiple of %u", x.to, ATOM);
+    publish_mine();
     begin(x);
 }
 
@@ -864,7 +937,50 @@ void copy_bulk(void* to, const void* from, Barrier* barrier, int bytes)
     x.barrier = &phases_of(barrier) - barriers.data();
     if (x.to % 16)
         STOP("a copy to byte %u of shared memory, no multiple of 16", x.to);
+    publish_mine();
     begin(x);
+}
+
+unsigned rank_in_cluster() { return rank; }
+
+// Work of this thread in a block of its cluster.
+template <class Work> static void in_block(unsigned number, const char* what, Work work)
+{
+    using namespace emulated;
+    if (number >= cluster)
+        STOP("%s block %u of a cluster of %u", what, number, cluster);
+    const bool is_other = number != rank;
+    if (is_other)
+        exchange_blocks(), has_visited = true;
+    if (block.ended == threads)
+        STOP("%s the other block of its cluster, which has ended", what);
+    work();
+    if (is_other)
+        exchange_blocks();
+}
+
+void arrive_there(Barrier* barrier, unsigned number)
+{
+    in_block(number, "arrives in", [=]() { arrive(barrier); });
+}
+
+void copy_there(void* to, const void* from, Barrier* barrier, int bytes, unsigned number)
+{
+    using namespace emulated;
+    if (number == rank)
+        STOP("copies to its own shared memory");
+    if (bytes <= 0 || bytes % 16)
+        STOP("%d bytes are copied to the other block of the cluster: no multiple of 16", bytes);
+    Transfer x{false, {}, {}, nullptr, offset_of(to, bytes, "a copy"), (unsigned)bytes, 0, true, offset_of(from, bytes, "what is copied")};
+    if (x.to % 16 || x.at % 16)
+        STOP("a copy from byte %u to byte %u of shared memory, no multiples of 16", x.at, x.to);
+    publish_to_me(x.at, x.bytes);
+    check_visible(x.at, x.bytes, "what is copied");
+    x.seen.assign(on_chip + x.at, on_chip + x.at + x.bytes);
+    in_block(number, "copies to", [&]() {
+        x.barrier = &phases_of(barrier) - barriers.data();
+        begin(std::move(x));
+    });
 }
 
 void commit_stores()
@@ -947,10 +1063,15 @@ void emulated::store_matrices(void* row, const unsigned (&x)[4], bool transposed
 int emulated::run_mapped_blocks(unsigned blocks, unsigned count, size_t shared, bool backwards)
 {
     shared_bytes = shared, last_first = backwards;
-    hooks = {begin_block, end_thread, end_block, publish, stuck};
+    transfers_there.clear();  // of a launch that an error ended
+    hooks = {begin_block, end_thread, end_block, publish, stuck, exchange};
+    if (blocks_of_cluster < 1 || blocks_of_cluster > MOST_BLOCKS || blocks % blocks_of_cluster) {
+        snprintf(message, sizeof message, "%u blocks are launched in clusters of %u", blocks, blocks_of_cluster);
+        return 3;
+    }
     if (bounds[0] && count > bounds[0]) {
         snprintf(message, sizeof message, "%u threads are launched, __launch_bounds__ has %u", count, bounds[0]);
         return 3;
     }
-    return run_blocks(blocks, count, shared, backwards);
+    return run_blocks(blocks, count, shared, backwards, blocks_of_cluster);
 }

@@ -11,6 +11,7 @@ constexpr unsigned ATOM = 1024;
 
 extern bool bfloat16;       // or float16: what products multiply
 extern unsigned bounds[2];  // of __launch_bounds__: threads, blocks of a multiprocessor
+extern unsigned blocks_of_cluster;  // of __cluster_dims__
 
 int run_mapped_blocks(unsigned blocks, unsigned count, size_t shared, bool backwards);
 void change_registers(int count, bool more);
@@ -50,6 +51,11 @@ void commit_stores();
 template <int PENDING> inline void await_stores_read() { emulated::await_stores_read(PENDING); }
 template <int PENDING> inline void await_stores() { emulated::await_stores(PENDING); }
 
+unsigned rank_in_cluster();
+inline void cluster_meets() { emulated::meet_cluster(); }
+void arrive_there(Barrier* barrier, unsigned rank);
+void copy_there(void* to, const void* from, Barrier* barrier, int bytes, unsigned rank);
+
 void await_turn(const unsigned* turns, unsigned count);
 void pass_turn(unsigned* turns);
 
@@ -66,7 +72,7 @@ struct LowerHalf {
     LowerHalf operator+(int steps) const { return {bits + steps}; }
     operator unsigned long long() const { return (uint64_t)(1 << 30 | emulated::ATOM >> 4) << 32 | bits; }
 };
-inline LowerHalf lower_half(const void* first, int slab_bytes = 16) { return {(unsigned)factor(first, slab_bytes)}; }
+template <bool CLUSTER = false> inline LowerHalf lower_half(const void* first, int slab_bytes = 16) { return {(unsigned)factor(first, slab_bytes)}; }
 inline LowerHalf moved(LowerHalf factor, int bytes) { return {factor.bits + (bytes >> 4)}; }
 
 void fence_products();

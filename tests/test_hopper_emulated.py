@@ -319,6 +319,90 @@ def test_bulk_copies():
     assert np.array_equal(result, source[4:504])
 
 
+# ---- clusters: each of two blocks sends its numbers, plus 1, to the other
+
+
+PAIR = """
+    if (thread == 0) {
+        init_barrier(barrier, 1);
+        init_barrier(barrier + 1, 1);
+        fence_barriers();
+        arrive_expecting(barrier, 1024);
+    }
+    __syncthreads();
+    cluster_meets();
+    const unsigned other = rank_in_cluster() ^ 1;
+    const unsigned* const from = (const unsigned*)call.call.data[0] + 256 * blockIdx.x;
+    unsigned* const to = (unsigned*)call.call.data[1] + 256 * blockIdx.x;
+    unsigned *const sent = (unsigned*)on_chip, *const came = sent + 256;
+    for (int n = thread; n < 256; n += 128)
+        sent[n] = from[n] + 1;
+    fence_shared();
+    __syncthreads();
+    if (thread == 0)
+        copy_there(came, sent, barrier, 1024, other);
+    await(barrier, 0);
+    for (int n = thread; n < 256; n += 128)
+        to[n] = came[n];
+    __syncthreads();
+    if (thread == 0)
+        arrive_there(barrier + 1, other);  // its numbers have come: it may write there, or end
+    await(barrier + 1, 0);
+    sent[thread] = 0;
+"""
+
+
+def pair(body, cluster="__cluster_dims__(2, 1, 1)"):
+    kernel = Kernel(body)
+    kernel.text = kernel.text.replace("1) kernel(", f"1) {cluster} kernel(")
+    return kernel
+
+
+def run_pair(body, backwards=False, blocks=6, **more):
+    kernel = pair(body, **more)
+    source = np.random.default_rng(0).integers(0, 1000, (6, 256), np.uint32)
+    result = np.zeros_like(source)
+    kernel(source, result, backwards=backwards, blocks=blocks)
+    return np.array_equal(result, source[[1, 0, 3, 2, 5, 4]] + 1)
+
+
+@pytest.mark.parametrize("backwards", [False, True])
+def test_pairs(backwards):
+    assert run_pair(PAIR, backwards)
+
+
+@pytest.mark.parametrize("backwards", [False, True])
+@pytest.mark.parametrize("old, new, said", [
+    ("cluster_meets();", "", "not initialised"),
+    ("fence_shared();", "", "what is copied has ordinary stores without fence_shared"),
+    ("await(barrier + 1, 0);\n    sent[thread] = 0;", "", "ends while a copy from byte 0 of its shared memory"),
+    (
+        "await(barrier + 1, 0);\n    sent[thread] = 0;", "sent[thread] = 0;\n    await(barrier + 1, 0);",
+        "before its copy to this block of the cluster had read it"),
+    ("other);  // its", "other), arrive_there(barrier, other);  // its", "has ended|more arrivals"),
+    ("arrive_expecting(barrier, 1024);", "arrive_expecting(barrier, 2048);", "deadlock.*block.*block"),
+    ("arrive_expecting(barrier, 1024);", "arrive(barrier);", "ends while 1 copies into its shared memory"),
+    ("barrier + 1, other);", "barrier + 1, 2);", "block 2 of a cluster of 2"),
+    ("barrier, 1024, other);", "barrier, 1024, other ^ 1);", "its own shared memory"),
+    ("barrier, 1024, other);", "barrier, 1000, other);", "no multiple of 16"),
+    ("copy_there(came, sent", "copy_there(came + 1, sent", "no multiples of 16"),
+])  # fmt: skip
+def test_mistakes_of_pairs(old, new, said, backwards):
+    assert old in PAIR
+    with pytest.raises(AssertionError, match=f"(?s){said}"):
+        run_pair(PAIR.replace(old, new), backwards)
+
+
+def test_launches_of_parts_of_clusters():
+    with pytest.raises(AssertionError, match="5 blocks are launched in clusters of 2"):
+        run_pair(PAIR, blocks=5)
+
+
+def test_blocks_without_a_cluster():
+    with pytest.raises(AssertionError, match="block 1 of a cluster of 1"):
+        run_pair(PAIR, cluster="")
+
+
 # ---- all together: a warpgroup that copies, two that multiply, two stages, and an exchange of registers
 
 
@@ -646,6 +730,7 @@ def kernels():
     yield Kernel(ADD)
     yield Kernel(ADD.replace("await_stores<0>", "await_stores_read<0>"))
     yield Kernel(BULK)
+    yield pair(PAIR)
     for empty in (AWAIT, POLL):
         yield pipeline(empty=empty)
 
