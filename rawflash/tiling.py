@@ -124,6 +124,7 @@ WGMMA_FUSED_ROWS = {64: 256, 128: 448}
 WGMMA_FUSED_STAGES = 2
 # Blocks of threads that the last blocks of keys are divided among, at most, and what one more costs, in steps.
 WGMMA_DIVIDED_MOST, WGMMA_DIVIDED_COST = 8, 6.0
+WGMMA_PAIRED_ROWS = 4096  # from so many on two blocks of threads go through them together; with fewer, not measured
 WGMMA_STORED = 512  # rows and keys up to which the first of a causal band stores its dQ, so that no sums are cleared
 WGMMA_WIDE = 64  # Br and Bc where d or dv is above those of WGMMA_BACKWARD
 WGMMA_WIDE_STAGES = ((3, 2), (3, 1), (2, 2), (2, 1))  # of Q and dO, and of P, on chip: the first that fit
@@ -524,11 +525,15 @@ def _wgmma_keys(problem: Problem, chip: Chip, d: int, dv: int, lag: int) -> Tile
     apart = br == WGMMA_BACKWARD_APART and not problem.deterministic
     band = not (problem.band.lower is problem.band.upper is None)
     limits = apart and band  # what hides keys of a thread
+    query_blocks, key_blocks = -(-problem.Tq // br), -(-problem.Tk // bc)
+    paired = int(
+        fused and not band and d == dv == br + WGMMA_SLAB and problem.Tq >= WGMMA_PAIRED_ROWS
+        and query_blocks % 2 == key_blocks % 2 == 0
+    )  # fmt: skip
     divided = Divided()
     if fused and not band:
         processors = chip.processors or WGMMA_PROCESSORS
-        blocks = problem.B * problem.Hkv * -(-problem.Tk // bc)
-        divided = _divided(blocks, -(-problem.Tq // br), problem.group, processors)
+        divided = _divided(problem.B * problem.Hkv * key_blocks, query_blocks, problem.group, processors, 1 + paired)
         if divided.halved + divided.others > lag:  # whose rows others finish while they compute
             divided = Divided()
     stores = (
@@ -538,17 +543,19 @@ def _wgmma_keys(problem: Problem, chip: Chip, d: int, dv: int, lag: int) -> Tile
     )
     resident = (
         Tile("K", bc, d, 2),
-        Tile("V", bc, dv, 2),
+        Tile("V", bc, dv - 64 * paired, 2),
+        *((Tile("K there", bc, d, 2),) if paired else ()),
         Tile("Q", stages * br, d, 2),
         Tile("dO", stages * br, dv, 2),
         Tile("dS", WGMMA_BACKWARD_S * bc, br, 2),
         *(() if apart else (Tile("dQ", 2 * br if d < dv else br, d, 4),)),  # d < dv: of each half of the keys
-        *((Tile("O, dO ahead", 2 * br, WGMMA_SLAB, 2), Tile("dQ behind", 68, WGMMA_SLAB, 4)) if fused else ()),
+        *((Tile("O, dO ahead", 2 * br, WGMMA_SLAB, 2),) if fused and not paired else ()),
+        *((Tile("dQ behind", 68, WGMMA_SLAB, 4),) if fused else ()),
         Tile("lse", stages * br, 1, 4),
         Tile("delta", stages * br, 1, 4),
         *((Tile("limits", 2 * bc, 4, 4),) if limits else ()),
         *((Tile("shares", 2, 8, 4),) if fused else ()),
-        Tile("barriers", 6 + 3 * stages + 2 * fused, 1, 8),
+        Tile("barriers", 6 + 3 * stages + 2 * fused + 4 * paired, 1, 8),
         Tile("S, P", bc, br, 4, REGISTERS),
         Tile("dP", bc, WGMMA_SLAB, 4, REGISTERS),
         Tile("dQ", WGMMA_ROWS if apart else br, d, 4, REGISTERS),
@@ -557,19 +564,21 @@ def _wgmma_keys(problem: Problem, chip: Chip, d: int, dv: int, lag: int) -> Tile
     )
     return Tiles(br, bc, resident, chip.name, chip.on_chip_bytes, JI, family=WGMMA, lag=lag, divided=divided,
                  constants=(("FUSED", int(fused)), ("APART", int(apart)), ("STORES", int(stores)),
-                            ("DIVIDED", int(divided.threads > 0))))  # fmt: skip
+                            ("DIVIDED", int(divided.threads > 0)), ("PAIRED", paired)))  # fmt: skip
 
 
-def _divided(blocks: int, rows: int, group: int, processors: int) -> Divided:
+def _divided(blocks: int, rows: int, group: int, processors: int, together: int = 1) -> Divided:
     """How the last blocks of keys are divided, which would have less than a block of threads for each multiprocessor.
 
     As many as there is room for get two each, what is left (or all, if there are few) more. Each has ``rows`` blocks of
-    rows of each of ``group`` heads.
+    rows of each of ``group`` heads. ``together``: as many blocks of keys are divided in the same way, between as many
+    blocks of rows.
     """
-    last = blocks % processors
-    halved = processors // 2 if last > processors // 2 else 0
+    processors -= processors % together
+    last, half = blocks % processors, processors // 2 // together * together
+    halved = half if last > half else 0
     others = last - halved
-    parts = min(processors // others if others else 1, WGMMA_DIVIDED_MOST, rows)
+    parts = min(processors // others if others else 1, WGMMA_DIVIDED_MOST, rows // together)
     cost = sum(rows * group / n + WGMMA_DIVIDED_COST for n in (2 * bool(halved), parts * bool(others)) if n)
     return Divided(halved, others, parts) if last and parts > 1 and cost < rows * group else Divided()
 

@@ -68,7 +68,7 @@ RAN = "what ran: "
 PYTHON = ("tall, causal", "lengths", "bias by row", "mask", "everything, deterministic", "long", "float16, tall",
           "bfloat16, tall", "float64, tall", "float16, packed",
           "decode, blocks")  # calls of numba_cuda, which takes seconds a kernel
-KERNEL = re.compile(r"__global__ void (?:__launch_bounds__\([^)]*\) )?(\w+)\(")
+KERNEL = re.compile(r"__global__ void (?:__launch_bounds__\([^)]*\) )?(?:CLUSTER )?(\w+)\(")
 # Largest difference from numpy_tiled in the same dtype, as part of the largest number of the result
 LOOSE = {"float16": 2e-2, "bfloat16": 1e-1, "float32": 1e-4, "float64": 1e-10}
 
@@ -149,7 +149,7 @@ def cases():
 
 AS_THEY_ARE = {name: getattr(tiling, name) for name in ("WGMMA_FEWEST", "WGMMA_FUSED", "WGMMA_FUSED_KEYS",
                                                         "WGMMA_FUSED_LAG", "WGMMA_FUSED_ROWS",
-                                                        "WGMMA_STORED", "_divided")}  # fmt: skip
+                                                        "WGMMA_PAIRED_ROWS", "WGMMA_STORED", "_divided")}  # fmt: skip
 
 
 def plan_for(name):
@@ -161,8 +161,12 @@ def plan_for(name):
     if name.startswith("warpgroups, rows of others"):
         changed |= {"WGMMA_FUSED": 0.0, "WGMMA_FUSED_KEYS": 1, "WGMMA_FUSED_LAG": 0.0,
                     "WGMMA_FUSED_ROWS": {64: 0, 128: 0}}  # fmt: skip
+    paired = "pairs" in name
     if "divided" in name:
-        changed |= {"WGMMA_FUSED_LAG": 5.5 / tiling.WGMMA_PROCESSORS, "_divided": lambda *_: tiling.Divided(2, 3, 3)}
+        changed |= {"WGMMA_FUSED_LAG": (5.5 + paired) / tiling.WGMMA_PROCESSORS,
+                    "_divided": lambda *_: tiling.Divided(2, 3 + paired, 3)}  # fmt: skip
+    if paired:
+        changed["WGMMA_PAIRED_ROWS"] = 0
     for name, value in (AS_THEY_ARE | changed).items():
         setattr(tiling, name, value)
 
@@ -190,6 +194,9 @@ def halves():
         "warpgroups, rows of others, d = 128": tall | dict(B=2, Hq=6, Hkv=3, d=128, dtype="float16"),
         "warpgroups, rows of others, divided": tall | dict(Hq=5, Hkv=5, d=64, dtype="bfloat16"),
         "warpgroups, rows of others, divided, d = 128": tall | dict(B=2, Hq=6, Hkv=3, d=128, dtype="float16"),
+        "warpgroups, rows of others, pairs": tall | dict(Hq=5, Hkv=5, Tq=370, Tk=500, d=128, dtype="float16"),
+        "warpgroups, rows of others, pairs, divided": tall | dict(
+            B=2, Hq=6, Hkv=3, Tq=370, Tk=500, d=128, dtype="bfloat16"),
         "mma, bias": tall | dict(d=64, dtype="bfloat16", causal=True, bias=normal(4, Tq, Tk)),
         "mma, mask": tall | dict(d=128, dtype="float16", mask=half_visible(1, 1, Tq, Tk)),
         "mma, d = 256": tall | dict(Hq=2, d=256, dtype="bfloat16", causal=True),

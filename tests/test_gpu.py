@@ -279,6 +279,60 @@ def test_blocks_of_keys_that_are_divided(options, others, parts, dtype, monkeypa
     check_backward_again_and_again(case)
 
 
+PAIRED = {
+    "one cluster": dict(Tq=128, Tk=256, d=128),
+    "plain": dict(Hq=60, Tq=384, Tk=512, d=128),
+    "parts of blocks": dict(Hq=40, Tq=370, Tk=500, d=128),
+    "groups": dict(B=2, Hq=12, Hkv=4, Tq=256, Tk=768, d=128),
+    "other columns": dict(Hq=30, Tq=330, Tk=250, d=96, dv=72),
+    "divided": dict(Hq=7, Tq=1000, Tk=700, d=128),
+    "divided, groups": dict(B=2, Hq=6, Hkv=3, Tq=640, Tk=500, d=128),
+}
+
+
+def pairs(monkeypatch, name):
+    monkeypatch.setattr(problem, "_MEMO", {})
+    monkeypatch.setattr(tiling, "WGMMA_FEWEST", 0.0)
+    monkeypatch.setattr(tiling, "WGMMA_PAIRED_ROWS", 0)
+    shortest_lag(monkeypatch)
+    if name.startswith("divided"):
+        monkeypatch.setattr(tiling, "WGMMA_FUSED_LAG", 6.5 / tiling.WGMMA_PROCESSORS)
+        monkeypatch.setattr(tiling, "_divided", lambda *_: tiling.Divided(2, 4, 3))
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("name", PAIRED)
+def test_pairs_of_blocks_of_threads(name, dtype, monkeypatch):
+    """Backward on sm_90, d = 128: clusters of two, each of which computes dQ of half of the rows."""
+    pairs(monkeypatch, name)
+    case = make(dtype=dtype, **dict(B=1) | PAIRED[name])
+    gpu = on_gpu(case)
+    tiles = rf.explain(gpu.q, gpu.k, gpu.v, "backward", **gpu.options).tiles
+    assert dict(tiles.constants).get("PAIRED", 0) == (tiles.chip == "sm_90")
+    assert (tiles.divided.threads > 0) == (tiles.chip == "sm_90" and name.startswith("divided"))
+    check_backward_again_and_again(case)
+
+
+@pytest.mark.parametrize("T", [4096, 8192])
+def test_pairs_as_planned(T, monkeypatch):
+    """The same gradients as without them, in long calls, whose last blocks of keys are divided."""
+    import cupy
+
+    rng = cupy.random.default_rng(T)
+    q, k, v, dout = (rng.standard_normal((1, 40, T, 128), dtype=cupy.float32).astype(cupy.float16) for _ in range(4))
+    out, lse = rf.attention(q, k, v, return_lse=True)
+    found = {}
+    for rows in (tiling.WGMMA_PAIRED_ROWS, T + 1):
+        monkeypatch.setattr(problem, "_MEMO", {})
+        monkeypatch.setattr(tiling, "WGMMA_PAIRED_ROWS", rows)
+        tiles = rf.explain(q, k, v, "backward").tiles
+        assert dict(tiles.constants).get("PAIRED", 0) == (tiles.chip == "sm_90" and rows <= T)
+        found[rows] = rf.attention_backward(dout, q, k, v, out, lse)
+    for one, other in zip(*found.values(), strict=True):
+        one, other = one.astype(cupy.float32), other.astype(cupy.float32)
+        assert float(abs(one - other).max()) <= 2e-3 * float(abs(other).max())
+
+
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("d, heads, rows, keys", [
     (64, 5, 600, 2100), (64, 48, 1300, 520), (128, 5, 600, 2100), (128, 40, 1000, 600), (256, 3, 500, 1500),

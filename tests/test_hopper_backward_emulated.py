@@ -426,7 +426,7 @@ def divided(monkeypatch, fused):
     """The last five blocks of keys have more than one block of threads each, the first two of these two."""
     run, launched = launch.Launcher.run, []
     monkeypatch.setattr(tiling, "WGMMA_FUSED_LAG", 5.5 / tiling.WGMMA_PROCESSORS)
-    monkeypatch.setattr(tiling, "_divided", lambda blocks, rows, group, processors: tiling.Divided(2, 3, 3))
+    monkeypatch.setattr(tiling, "_divided", lambda *_: tiling.Divided(2, 3, 3))
 
     def noted(self, kernel, blocks, *arguments, **more):
         if kernel == "fa2_backward_keys":
@@ -485,6 +485,47 @@ def test_calls_whose_rows_have_kernels_of_their_own(more, device_by_name, fused,
     case = make(**dict(B=2, Hq=4, Tq=150, Tk=200, d=64, dtype="bfloat16") | more)
     check(case, case.reference())
     assert heads["row_deltas"] == [8]
+
+
+# ---- clusters of two blocks of threads, which have dQ of half of the rows each -------------------------------------
+
+@pytest.fixture
+def paired(monkeypatch, fused):
+    monkeypatch.setattr(tiling, "WGMMA_PAIRED_ROWS", 0)
+
+
+PAIRED = {
+    "two steps": dict(B=1, Hq=1, Tq=128, Tk=256),
+    "four clusters": dict(B=2, Hq=1, Tq=256, Tk=512),
+    "heads": dict(B=1, Hq=5, Tq=256, Tk=256),
+    "groups": dict(B=2, Hq=4, Hkv=2, Tq=128, Tk=256),
+    "more rows than keys": dict(B=1, Hq=3, Hkv=1, Tq=384, Tk=256),
+}
+PAIRED = {name: options | {"d": 128} for name, options in PAIRED.items()}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", PAIRED)
+def test_pairs_of_blocks(name, dtype, device, paired, taken, zeros):
+    case = prepared(PAIRED[name], dtype)
+    check(case, case.reference())
+    assert taken == ["fa2_backward_keys"] and zeros[0][0]["PAIRED"] == 1
+
+
+def test_pairs_of_blocks_without_dlse(device_by_name, paired, taken, zeros):
+    case = prepared(PAIRED["heads"], "bfloat16")
+    case.dlse = None
+    check(case, case.reference())
+    assert taken and zeros[0][0]["PAIRED"] == 1
+
+
+@pytest.mark.parametrize("more", [
+    dict(Tk=384), dict(Tq=192), dict(causal=True), dict(d=64), dict(dv=64),
+], ids=lambda more: next(iter(more)))  # fmt: skip
+def test_calls_without_pairs(more, device_by_name, paired, taken, zeros):
+    case = prepared(PAIRED["two steps"] | more, "bfloat16")
+    check(case, case.reference())
+    assert taken and zeros[0][0]["FUSED"] == 1 and zeros[0][0]["PAIRED"] == 0
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -548,10 +589,10 @@ BROKEN_DIVIDED = {
     "": ("plain", "", ""),
     "all rows are the first part's, too": ("plain", "part.number + 1 < part.count ? blocks", "false ? blocks"),
     "each part has all rows before": (
-        "plain, d = 128", "blocks * part.number / part.count * BR, 0)", "0, 0)"),
+        "plain, d = 128", "blocks * part.number / part.count * ROWS, 0)", "0, 0)"),
     "the first part is what is written": ("plain", "m < part.count; m++)", "m < 1; m++)"),
     "shares are added to one's own": ("plain, d = 128", "dV[n] = 0.0f;\n    const auto add", ";\n    const auto add"),
-    "no part writes dK and dV": ("plain", "if (*before != part.count - 1)", "if (true)"),
+    "no part writes dK and dV": ("plain", "if (*others != part.count - 1)", "if (true)"),
     "shares lie in one place": ("plain, d = 128", "shares + part.number * VECTORS", "shares"),
     "parts are not counted": ("plain", "= count_and_see(call.counters + 2", "= 0 * count_and_see(call.counters + 2"),
     "all parts are the first": ("plain, d = 128", "(int)((index - first) % parts), (int)parts", "0, (int)parts"),
@@ -598,7 +639,7 @@ BROKEN = {
     "the band is a row wide of the mark": ("causal", "low = (int)clamp(j - call", "low = (int)clamp(j - 1 - call"),
     "rows that a window hides are taken for plain": (
         "window, d = 128", "(steps > 0 && i0 >= plain_from && i0 + BR <= plain_to)", "(steps > 0 && i0 >= plain_from)"),
-    "all tiles are taken for plain": ("causal", "step(true);", "step(false);"),
+    "all tiles are taken for plain": ("causal", "step(S, true);", "step(S, false);"),
     "limits are written before V is read": (
         "causal, d = 128", "meet(WARPGROUP_MEETS + mine, WARPGROUP);  // V is read", ""),
     "what hides keys is another lane's": (
@@ -613,7 +654,7 @@ BROKEN = {
     "rows that follow, and keys that no row sees": (
         "packed, keys that no row sees", "if (hides && SKIPS && !rows_end && (", "if (hides && SKIPS && ("),
     "keys that follow are left": ("lengths", "if (keys_follow && left < BC)", "if (false)"),
-    "rows that follow are left": ("packed", "rows_end = rows_follow &&", "rows_end = false &&"),
+    "rows that follow are left": ("packed", "rows_end = !PAIRED && rows_follow &&", "rows_end = false &&"),
     "rows that follow are cleared too late": ("packed", "fence_shared();\n                all_meet();", "all_meet();"),
     "dS is not fenced": (
         "one tile", "fence_shared();\n            if constexpr (APART) {", "if constexpr (APART) {"),
@@ -632,7 +673,7 @@ BROKEN = {
     "delta is left out, d = 64": ("one tile, d = 64", "DELTA_FIRST ? -delta[n] : delta[n];", "0.0f;"),
     "delta is another row's": ("one tile, d = 64", "set_dP(r + 1);", "set_dP(r);"),
     "nobody waits for dO and delta": (
-        "many steps, d = 64", "await(barriers + O_THERE + at.stage, at.parity);\n                set_dP", "set_dP"),
+        "many steps, d = 64", "await(barriers + O_THERE + stage, at.parity);\n                set_dP", "set_dP"),
     "dP begins with what it was": ("one tile, d = 64", "set_dP(0);", ""),
     "lse is in other units": ("one tile", "lse[n] * LOG2E;", "lse[n];"),
     "heads of a group share a block of sums": (
@@ -700,6 +741,54 @@ BROKEN_FUSED = {
         "arrive_expecting(barrier, PATCH"),
     "patches are columns where they are rows": ("plain", "BY_COLUMNS ? patch * SLAB : 0, share", "patch * SLAB, share"),
 }  # fmt: skip
+
+
+BROKEN_PAIRED = {
+    "": ("", ""),
+    "the other block may not have begun": ("cluster_meets();", "__syncthreads();"),
+    "the other's dS is not waited for": (
+        "if constexpr (PAIRED)\n                await(barriers + DS_CAME, at.parity);", ""),
+    "dS is sent before it is there": ("await(barriers + DS_READY, parity);", ""),
+    "dS is sent where it is still read": ("            await(barriers + DS_FREE, parity ^ 1);\n", ""),
+    "dS is not fenced": (
+        "await(barriers + DS_READY, parity);\n        fence_shared();", "await(barriers + DS_READY, parity);"),
+    "dS is fenced before it is there": (
+        "await(barriers + DS_READY, parity);\n        fence_shared();",
+        "fence_shared();\n        await(barriers + DS_READY, parity);"),
+    "own dS is not fenced": ("fence_shared();\n            if constexpr (APART) {", "if constexpr (APART) {"),
+    "dQ comes where dS is still sent from": (
+        "else if (mine == 0)\n                    await(barriers + DS_SENT, at.parity);", ""),
+    "dQ comes where the other half of dS is not": ("else if (mine == 0)", "else if (mine == 1)"),
+    "nobody says that dS was sent": ("arrive_there(barriers + DS_SENT, there);", ";"),
+    "it is said before dS was sent": ("await(barriers + DS_CAME, parity);\n        arrive_there", "arrive_there"),
+    "dS comes where dQ is still added from": (
+        "await(barriers + DQ_READ + !given, at.parity ^ 1);",
+        "if (!given) await(barriers + DQ_READ + 1, at.parity ^ 1);"),
+    "dQ comes where dQ is still added from": (
+        "await(barriers + DQ_READ + !given, at.parity ^ 1);", "if (given) await(barriers + DQ_READ, at.parity ^ 1);"),
+    "dS is given back while it is read": (
+        "await_products<1>();  // dQ\n            if (PAIRED &&", "if (PAIRED &&"),
+    "dS is given back to a block that has ended": ("lane == 0 && steps > 1)", "lane == 0)"),
+    "Q is given back early": (
+        "await_products<1>();\n                arrive_as_warp(barriers + READ + stage, lane);",
+        "arrive_as_warp(barriers + READ + stage, lane);"),
+    "the other's dS is not expected": ("BC * TO_D * 2 + BC * BR * 2);", "BC * TO_D * 2);"),
+    "the other's keys are one's own": ("row ^ BC, h, slot", "row, h, slot"),
+    "the other's dS meets one's own keys": (
+        "moved(K_there_across, (n - BC / SUM) * ROW_STEP)", "moved(K_across, (n - BC / SUM) * ROW_STEP)"),
+    "own rows come first": ("rank_in_cluster() == (steps & 1)", "rank_in_cluster() != (steps & 1)"),
+    "dQ is added to the other's": ("(PAIRED ? rank_in_cluster() : 0);", "(PAIRED ? rank_in_cluster() ^ 1 : 0);"),
+    "dK comes where K is still read": (
+        "else\n            all_meet();\n    } else {", "else\n            ;\n    } else {"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BROKEN_PAIRED)
+def test_broken_kernels_in_pairs_are_caught(name, paired, taken, monkeypatch):
+    """Forwards: then the first block of a cluster may be far ahead of those threads of the second that compute."""
+    emulator.install(monkeypatch)
+    old, new = BROKEN_PAIRED[name]
+    check_caught("four clusters", old, new, PAIRED, monkeypatch, taken)
 
 
 @pytest.mark.parametrize("name", BROKEN_FUSED)

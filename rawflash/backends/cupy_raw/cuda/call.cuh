@@ -34,8 +34,8 @@ struct Call {
     const void* sinks;
     long long sinks_h;
     double* dsinks;
-    unsigned* counters;  // zeros before, and, but for a backward pass, after. Few rows: of the parts of keys that are done; sm90: of pieces, and of blocks at their end;
-                         // or of warps whose part of a piece is there; backward: see fa2_backward.cu
+    unsigned* counters;  // zeros before, and, but for a backward pass, after. Few rows: of the parts of keys that are done; sm90: of pieces, and of
+                         // blocks at their end; or of warps whose part of a piece is there; backward: see fa2_backward.cu
     unsigned* again;     // sm90: the list of pieces that are to be done again, an entry for each warp of each
     Table cu_seqlens_q, cu_seqlens_k, q_lengths, kv_lengths, q_offset;
     Table block_table;               // (B, table_row) blocks of a paged cache that has cache_blocks

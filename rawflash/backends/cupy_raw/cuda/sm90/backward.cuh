@@ -38,9 +38,11 @@ struct KeyBlock {
 __device__ __forceinline__ KeyBlock key_block(const Call& call, unsigned index)
 {
     const unsigned heads = (unsigned)(call.B * call.Hkv), blocks = (unsigned)call.blocks, section = (unsigned)call.section;
-    const unsigned first = divided(index, call.by_section) * section, rest = index - first * blocks;
+    const unsigned first = divided(index, call.by_section) * section, rest = (index - first * blocks) >> PAIRED;
     const bool is_last = heads - first < section;
     const unsigned block = divided(rest, is_last ? call.by_last_heads : call.by_heads), head = first + rest - block * (is_last ? heads - first : section);
+    if constexpr (PAIRED)  // a cluster has two neighbouring ones
+        return {head, 2 * block + index % 2};
     return {head, STORES ? blocks - 1 - block : block};
 }
 
@@ -49,12 +51,15 @@ __device__ __forceinline__ KeyBlock key_block(const Call& call, unsigned index)
 __device__ __forceinline__ Part part_of(const Call& call, unsigned index)
 {
     if constexpr (DIVIDED) {
-        const unsigned whole = (unsigned)call.whole, halved = (unsigned)call.halved;
+        // PAIRED: of clusters, each of which has two of these
+        const unsigned whole = (unsigned)call.whole >> PAIRED, halved = (unsigned)call.halved >> PAIRED, rank = PAIRED ? index % 2 : 0;
+        index >>= PAIRED;
         if (index >= whole) {
             const bool is_half = index < whole + 2 * halved;
             const unsigned first = is_half ? whole : whole + 2 * halved, parts = is_half ? 2 : (unsigned)call.parts;
-            return {whole + (is_half ? 0 : halved) + (index - first) / parts, (int)((index - first) % parts), (int)parts};
+            return {(whole + (is_half ? 0 : halved) + (index - first) / parts << PAIRED) + rank, (int)((index - first) % parts), (int)parts};
         }
+        index = (index << PAIRED) + rank;
     }
     return {index, 0, 1};
 }
@@ -77,9 +82,10 @@ __device__ __forceinline__ Work work_of(const Call& call)
         work.i_high = (int)clamp(j1 - s.offset - call.band_lower, 0, work.i_high);
     }
     if constexpr (DIVIDED) {
-        const int blocks = (work.i_high + BR - 1) / BR;
-        work.i_low = __shfl_sync(WARP, blocks * part.number / part.count * BR, 0);  // to the compiler the same in all lanes: no register of each
-        work.i_high = __shfl_sync(WARP, part.number + 1 < part.count ? blocks * (part.number + 1) / part.count * BR : work.i_high, 0);
+        constexpr int ROWS = BR << PAIRED;
+        const int blocks = (work.i_high + ROWS - 1) / ROWS;
+        work.i_low = __shfl_sync(WARP, blocks * part.number / part.count * ROWS, 0);  // to the compiler the same in all lanes: no register of each
+        work.i_high = __shfl_sync(WARP, part.number + 1 < part.count ? blocks * (part.number + 1) / part.count * ROWS : work.i_high, 0);
     }
     work.steps = work.i_high > work.i_low ? (work.i_high - work.i_low + BR - 1) / BR * (int)call.group : 0;
     return work;

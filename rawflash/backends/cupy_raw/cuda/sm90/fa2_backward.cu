@@ -6,10 +6,14 @@
 // of it as there is room for. dS^T goes to shared memory as well, as a factor of dQ_i = dS K, in which both warpgroups' keys have a share. dQ_i is
 // added to float32 sums in device memory, in the order in which the registers hold it. APART: a fourth warpgroup computes dQ_i and adds it from its
 // registers, and the two others never wait for each other. Otherwise these two compute it, half each, and leave it in shared memory for one thread
-// to add; dK, and with 64 rows half of dV, is under way meanwhile. DIVIDED: the last blocks of keys have several blocks of threads, each for some of
-// the rows (backward.cuh).
+// to add; dK, and with 64 rows half of dV, is under way meanwhile. PAIRED: two blocks of threads with neighbouring keys of a head are a cluster and
+// go through the same rows, 128 after 128. Each computes dQ of 64 of these, whose sum goes over the keys of both, so that half as much is added: of
+// the other 64, which it has first, its dS goes to the other one's shared memory, and is there by the time that one needs it. DIVIDED: the last
+// blocks of keys have several blocks of threads, each for some of the rows (backward.cuh).
 // On chip:  K (Bc, d), V (Bc, dv), STAGES of Q (Br, d) and dO (Br, dv), two dS (Bc, Br) in 16 bits; dQ (Br, d) or none; lse and delta (Br), barriers;
 //           in registers S (Bc, Br), dP (Bc, 64), dK (Bc, d), dV (Bc, dv), dQ (Br, d), of V (Bc, 16 V_HELD), of K (16 K_HELD, d).
+//           PAIRED: K of the other block of threads (Bc, d), dS of both; dS to be sent lies where half of dQ comes; no columns of V that are in
+//           registers.
 //           FUSED: 64 columns of O and dO (Br, 64) of rows to be prepared, sums of dQ (64, 64) to be finished, and which rows these are. A band:
 //           which rows see a lane's keys, where V was that is in registers, or, APART, in a place of its own.
 // In device memory: sums of dQ; counters, 0 before: of heads' blocks of threads that have prepared and that have added (FUSED), and of those that have
@@ -58,23 +62,31 @@ static_assert(!STORES || BAND && !DETERMINISTIC && !PACKED && (BY_COLUMNS || BY_
 // dS is on chip with the rows of Q, each warpgroup's keys in a slab of their own; otherwise dS^T, with the keys'.
 constexpr bool DS_BY_ROWS = BR == 64;
 // Of the products for dV and for dK, those that begin before dQ_i's, and before it is handed on: so that there are some beside the wait for the other
-// warpgroup's dS, and beside the stores of dQ_i.
-constexpr int DV_FIRST = BR == 64 ? PART / SUM / 2 : PART / SUM, DK_FIRST = BR == 64 ? BR / SUM : BR / SUM * 3 / 4;
+// warpgroup's dS, and beside the stores of dQ_i. PAIRED: that wait is longer.
+constexpr int DV_FIRST = BR == 64 && !PAIRED ? PART / SUM / 2 : PART / SUM, DK_FIRST = BR == 64 ? BR / SUM : BR / SUM * 3 / 4;
 
 // FUSED, on chip for two warps: a slab of O and of dO; a patch of dQ's sums, which in 16 bits begins a little before it.
 constexpr int PREPARED_BYTES = 2 * BR * SLAB_ROW, FINISHED_BEFORE = SLAB_ALIGNMENT;
 
 // Where things are on chip, in bytes.
-constexpr int AT_K = 0, AT_V = AT_K + BC * TO_D * 2, AT_Q = AT_V + BC * TO_V * 2, AT_DO = AT_Q + STAGES * BR * TO_D * 2;
+constexpr int AT_K = 0, AT_V = AT_K + BC * TO_D * 2;
+constexpr int AT_K_THERE = AT_V + BC * (TO_V - PAIRED * SLAB) * 2;  // PAIRED: K of the other block of threads; the first slab of V is not kept
+constexpr int AT_Q = AT_K_THERE + PAIRED * BC * TO_D * 2, AT_DO = AT_Q + STAGES * BR * TO_D * 2;
 constexpr int AT_DS = AT_DO + STAGES * BR * TO_V * 2, AT_DQ = AT_DS + S_STAGES * BC * BR * 2;
-constexpr int AT_PREPARED = AT_DQ + (APART ? 0 : COMPUTING * PATCH * 4), AT_FINISHED = AT_PREPARED + FUSED * PREPARED_BYTES;
+constexpr int AT_DS_CAME = AT_DS + BC * BR * 2, AT_DS_SENT = AT_DQ;  // PAIRED: from the other block of threads, for it
+constexpr int AT_PREPARED = AT_DQ + (APART ? 0 : COMPUTING * PATCH * 4);
+constexpr int AT_FINISHED = AT_PREPARED + (FUSED && !PAIRED) * PREPARED_BYTES;  // PAIRED: one warp prepares, then finishes, in one place
 constexpr int AT_LSE = AT_FINISHED + FUSED * (FINISHED_BEFORE + PATCH * 4), AT_DELTA = AT_LSE + STAGES * BR * 4;
 constexpr int AT_LIMITS = AT_DELTA + STAGES * BR * 4, LIMITS = BAND && APART ? COMPUTING * WARPGROUP * VECTOR_BYTES : 0;
 constexpr int AT_SHARES = AT_LIMITS + LIMITS, AT_BARRIERS = AT_SHARES + FUSED * 64;
 constexpr int K_THERE = 0, V_THERE = 1, Q_THERE = 2, O_THERE = Q_THERE + STAGES, READ = O_THERE + STAGES;
 constexpr int DQ_THERE = READ + STAGES, DQ_READ = DQ_THERE + COMPUTING;  // of each warpgroup's part
 constexpr int DS_THERE = DQ_THERE, DS_READ = DQ_READ;                    // APART: of each place, instead
-constexpr int FUSED_THERE = DQ_READ + COMPUTING, BARRIERS = FUSED_THERE + 2 * FUSED;
+constexpr int FUSED_THERE = DQ_READ + COMPUTING;
+// PAIRED: dS is ready to be sent, has come there; has come from there (before the first one K, too), its place is free there.
+constexpr int DS_READY = FUSED_THERE + 2 * FUSED, DS_SENT = DS_READY + 1, DS_CAME = DS_READY + 2, DS_FREE = DS_READY + 3;
+constexpr int BARRIERS = DS_READY + 4 * PAIRED;
+static_assert(!PAIRED || FUSED && BY_COLUMNS && !BAND && V_HELD == SLAB / SUM, "the first slab of V is in registers");
 static_assert(S_STAGES <= COMPUTING, "barriers of either kind");
 static_assert(AT_BARRIERS + BARRIERS * 8 == TILE_BYTES, "tiling.py and this file disagree on what is on chip");
 
@@ -314,6 +326,7 @@ __device__ __forceinline__ void copy_all(const MappedCall& argument, const Work&
 {
     const Call& call = argument.call;
     const int thread = threadIdx.x;
+    const long long slot = PAIRED ? (unsigned)work.slot : work.slot;  // whose upper half takes no register then
     if constexpr (FUSED)
         await_prepared(call, work);
     Ring<STAGES> to;
@@ -321,6 +334,9 @@ __device__ __forceinline__ void copy_all(const MappedCall& argument, const Work&
     for (int steps = work.steps; steps > 0; steps--) {
         Barrier *const q_there = barriers + Q_THERE + to.stage, *const o_there = barriers + O_THERE + to.stage;
         await(barriers + READ + to.stage, to.parity ^ 1);
+        // PAIRED: of 128 rows first those whose dQ the other block of threads computes, then those whose dQ this one does
+        if constexpr (PAIRED)
+            i0 += (rank_in_cluster() == (steps & 1)) * BR;
         if (thread == 0) {
             arrive_expecting(q_there, BR * TO_D * 2);
             copy_slabs<BR, TO_D>(on_chip + AT_Q + to.stage * BR * TO_D * 2, argument.map[MAP_Q], q_there, work.q_start + i0, h, work.slot);
@@ -339,8 +355,8 @@ __device__ __forceinline__ void copy_all(const MappedCall& argument, const Work&
                 const int i = i0 + from + n * COPYING + thread;
                 lse[n] = -INFINITE, delta[n] = 0.0f;
                 if (i < work.q_length) {
-                    lse[n] = *row_of(call.lse, work.slot, h, work.q_start + i);
-                    delta[n] = *row_of(call.delta, work.slot, h, work.q_start + i);
+                    lse[n] = *row_of(call.lse, slot, h, work.q_start + i);
+                    delta[n] = *row_of(call.delta, slot, h, work.q_start + i);
                 }
             }
 #pragma unroll
@@ -353,8 +369,33 @@ __device__ __forceinline__ void copy_all(const MappedCall& argument, const Work&
         arrive(o_there);
 
         to.next();
-        i0 = next_rows(work, i0);
+        if (PAIRED && steps % 2 == 0) {
+            i0 &= ~BR;
+            continue;
+        }
+        i0 = next_rows(work, PAIRED ? i0 | BR : i0);
         h += i0 == first_rows(work);
+    }
+}
+
+// PAIRED: a thread sends dS of those rows whose dQ the other block of threads computes. When that has come, half of dQ may be stored where it was.
+// What comes from there finds a free place: the one before has been read. Before a block of threads ends it has seen all arrivals from the other one,
+// which makes none after that.
+__device__ __forceinline__ void exchange(const Work& work, unsigned char* on_chip, Barrier* barriers)
+{
+    const unsigned there = rank_in_cluster() ^ 1;
+    int parity = 0;
+#pragma unroll 1
+    for (int steps = work.steps; steps > 0; steps -= 2, parity ^= 1) {
+        if (steps < work.steps) {
+            arrive_expecting(barriers + DS_CAME, BC * BR * 2);
+            await(barriers + DS_FREE, parity ^ 1);
+        }
+        await(barriers + DS_READY, parity);
+        fence_shared();
+        copy_there(on_chip + AT_DS_CAME, on_chip + AT_DS_SENT, barriers + DS_CAME, BC * BR * 2, there);
+        await(barriers + DS_CAME, parity);
+        arrive_there(barriers + DS_SENT, there);
     }
 }
 
@@ -387,8 +428,8 @@ __device__ __forceinline__ void add_all(const Call& call, const Work& work, cons
     }
     const int to_be_stored = STORES ? stored_to(call, work) : 0;
 #pragma unroll 1
-    for (int steps = work.steps; steps > 0; steps--, parity ^= 1) {
-        const long long block = first_block(call, work.b, h, work.q_start) + i0 / BR;
+    for (int steps = work.steps; steps > 0; steps -= 1 + PAIRED, parity ^= 1) {
+        const long long block = first_block(call, work.b, h, work.q_start) + i0 / BR + (PAIRED ? rank_in_cluster() : 0);
         if (STORES && i0 == first_rows(work) && i0 >= to_be_stored)  // of these rows nothing
             pass_stored(call, work, h);
         if constexpr (DETERMINISTIC)
@@ -405,9 +446,15 @@ __device__ __forceinline__ void add_all(const Call& call, const Work& work, cons
             else
                 add_bulk(sums + (BY_KEYS ? 0 : n * PATCH), on_chip + AT_DQ + n * PATCH * 4, PATCH * 4);
             commit_stores();
+            if (PAIRED && n == 0) {  // for where it lies both warpgroups wait
+                await_stores_read<0>();
+                arrive(barriers + DQ_READ);
+            }
         }
-        await_stores_read<1>();
-        arrive(barriers + DQ_READ);
+        if constexpr (!PAIRED) {
+            await_stores_read<1>();
+            arrive(barriers + DQ_READ);
+        }
         await_stores_read<0>();
         arrive(barriers + DQ_READ + 1);
         if (STORES && i0 < to_be_stored && i0 + BR >= to_be_stored)
@@ -416,6 +463,8 @@ __device__ __forceinline__ void add_all(const Call& call, const Work& work, cons
             await_stores<0>();
             pass_turn(call.counters + block);
         }
+        if constexpr (PAIRED)
+            i0 += BR;
         i0 = next_rows(work, i0);
         h += i0 == first_rows(work);
     }
@@ -538,7 +587,11 @@ __device__ __forceinline__ bool has_all_sums(const Call& call, unsigned char* on
     const Part part = part_of(call, index);
     if (part.count == 1)
         return true;
-    float4* const shares = (float4*)(call.sums + call.share) + (long long)(index - (unsigned)call.whole - part.number) * VECTORS + thread;
+    // Where those of a block of keys begin; PAIRED: first those of one of a cluster's two, then those of the other
+    unsigned first = index - (unsigned)call.whole - part.number;
+    if constexpr (PAIRED)
+        first = (first - part.number & ~1u) + index % 2 * part.count;
+    float4* const shares = (float4*)(call.sums + call.share) + (long long)first * VECTORS + thread;
     float4* const mine = shares + part.number * VECTORS;
 #pragma unroll
     for (int n = 0; n < TO_D / 8; n++)
@@ -546,12 +599,12 @@ __device__ __forceinline__ bool has_all_sums(const Call& call, unsigned char* on
 #pragma unroll
     for (int n = 0; n < TO_V / 8; n++)
         mine[(TO_D / 8 + n) * MEMBERS] = make_float4(dV[4 * n], dV[4 * n + 1], dV[4 * n + 2], dV[4 * n + 3]);
-    unsigned* const before = (unsigned*)(on_chip + AT_LSE);  // nobody reads that any more
+    unsigned* const others = (unsigned*)(on_chip + AT_LSE);  // nobody reads that any more
     all_meet();
     if (thread == 0)
-        *before = count_and_see(call.counters + 2 * call.B * call.Hkv + (part.block - (unsigned)call.whole), part.count - 1);
+        *others = count_and_see(call.counters + 2 * call.B * call.Hkv + (part.block - (unsigned)call.whole), part.count - 1);
     all_meet();
-    if (*before != part.count - 1)
+    if (*others != part.count - 1)
         return false;
 #pragma unroll
     for (int n = 0; n < TO_D / 2; n++)
@@ -619,9 +672,11 @@ __device__ __forceinline__ void compute_all(const Call& call, const Work& work, 
         unsigned at_dS = AT_DS + mine * BR * SLAB_ROW + (DS_BY_ROWS ? place_across() : 0);
 
         // Of all matrices on chip; where they are read across, rows of a slab decide where the next slab is
-        const LowerHalf chip = lower_half(on_chip), keys_across = lower_half(on_chip, BC * SLAB_ROW), rows_across = lower_half(on_chip, BR * SLAB_ROW);
-        const LowerHalf K = moved(chip, AT_K + first_key * SLAB_ROW), V = moved(chip, AT_V + first_key * SLAB_ROW);
+        const LowerHalf chip = lower_half<PAIRED>(on_chip), keys_across = lower_half<PAIRED>(on_chip, BC * SLAB_ROW);
+        const LowerHalf rows_across = lower_half<PAIRED>(on_chip, BR * SLAB_ROW);
+        const LowerHalf K = moved(chip, AT_K + first_key * SLAB_ROW), V = moved(chip, AT_V + (first_key - PAIRED * BC) * SLAB_ROW);
         const LowerHalf K_across = moved(keys_across, AT_K + (BY_COLUMNS ? mine * BC * SLAB_ROW : BY_KEYS ? first_key * SLAB_ROW : 0));
+        const LowerHalf K_there_across = moved(K_across, AT_K_THERE - AT_K);
         const LowerHalf Q = moved(chip, AT_Q), Q_across = moved(rows_across, AT_Q), dO = moved(chip, AT_DO), dO_across = moved(rows_across, AT_DO);
         const LowerHalf dS_rows = moved(chip, AT_DS + (BY_KEYS ? mine * BR * SLAB_ROW : 0));
         const LowerHalf dS_across = moved(keys_across, AT_DS + (BY_ROWS ? mine * BC * SLAB_ROW : 0));
@@ -629,6 +684,11 @@ __device__ __forceinline__ void compute_all(const Call& call, const Work& work, 
         Ring<STAGES> at;
         int h = work.h * (int)call.group, i0 = first_rows(work), steps = work.steps, taken = 0;
         const auto next_step = [&]() {
+            if constexpr (PAIRED) {
+                at.parity ^= steps & 1;
+                steps--;
+                return;
+            }
             at.next();
             i0 = next_rows(work, i0);
             h += i0 == first_rows(work);
@@ -647,37 +707,52 @@ __device__ __forceinline__ void compute_all(const Call& call, const Work& work, 
         unsigned V_mine[V_HELD][4];
 #pragma unroll
         for (int n = 0; n < V_HELD; n++)
-            load_factor<BC>(V_mine[n], on_chip + AT_V, first_key, n);
+            load_factor<BC>(V_mine[n], on_chip + (PAIRED ? AT_DS : AT_V), first_key, n);
         uint4* const limits = (uint4*)(on_chip + (APART ? AT_LIMITS + mine * (LIMITS / 2) : AT_V + first_key * SLAB_ROW)) + threadIdx.x % WARPGROUP;
+        if constexpr (LIMITS_ON_CHIP && !APART || PAIRED)
+            meet(WARPGROUP_MEETS + mine, WARPGROUP);  // V is read
         if constexpr (LIMITS_ON_CHIP) {
-            if constexpr (!APART)
-                meet(WARPGROUP_MEETS + mine, WARPGROUP);  // V is read
             *limits = make_uint4(first[0], first[1], count[0], count[1]);
         }
 
         // hides: may something be hidden between its rows and the warpgroup's keys?
-        const auto step = [&](const bool hides) __attribute__((always_inline)) {
-            const bool rows_end = rows_follow && i0 + BR > q_length;
+        // S^T = K Q^T
+        const auto begin_S = [&](float (&S)[BR / 2], int of_q) __attribute__((always_inline)) {
+            fence_products();
+#pragma unroll
+            for (int n = 0; n < TO_D / SUM; n++)
+                multiply_ss<BR>(S, moved(K, column_step<BC>(n)), moved(Q, column_step<BR>(n)) + of_q, n > 0);
+            commit_products();
+        };
+        // given: PAIRED, is it the step whose dQ the other block of threads computes?
+        const auto step = [&](float (&S)[BR / 2], const bool hides, const bool given = false) __attribute__((always_inline)) {
+            const bool rows_end = !PAIRED && rows_follow && i0 + BR > q_length;
             unsigned char* const tile = on_chip + AT_DS + steps % S_STAGES * (BC * BR * 2);
             if constexpr (DS_BY_ROWS)
                 at_dS = once_more(at_dS);
-            unsigned char* const tile_mine = on_chip + at_dS + steps % S_STAGES * (BC * BR * 2);
-            const int of_q = at.stage * (BR * TO_D * 2 >> 4), of_o = at.stage * (BR * TO_V * 2 >> 4);
-            const int of_s = steps % S_STAGES * (BC * BR * 2 >> 4);
+            unsigned char* const tile_mine = on_chip + at_dS + (PAIRED ? given * (AT_DS_SENT - AT_DS) : steps % S_STAGES * (BC * BR * 2));
+            const int stage = PAIRED ? !given : at.stage;
+            const int of_q = stage * (BR * TO_D * 2 >> 4), of_o = stage * (BR * TO_V * 2 >> 4);
+            const int of_s = PAIRED ? 0 : steps % S_STAGES * (BC * BR * 2 >> 4);
 
             // dQ_i = dS K
             const auto begin_dQ = [&](float (&dQ)[DQ_COLUMNS / 2]) __attribute__((always_inline)) {
                 fence_products();
 #pragma unroll
-                for (int n = 0; n < (BY_KEYS ? KEYS : BC) / SUM; n++)
-                    if constexpr (DS_BY_ROWS)
+                for (int n = 0; n < (PAIRED ? 2 * BC : BY_KEYS ? KEYS : BC) / SUM; n++)
+                    if (PAIRED && n >= BC / SUM)
+                        multiply_ss<DQ_COLUMNS, false, true>(dQ, moved(dS_rows, column_step<BR>(n)), moved(K_there_across, (n - BC / SUM) * ROW_STEP), true);
+                    else if constexpr (DS_BY_ROWS)
                         multiply_ss<DQ_COLUMNS, false, true>(dQ, moved(dS_rows, column_step<BR>(n)) + of_s, moved(K_across, n * ROW_STEP), n > 0);
                     else
                         multiply_ss<DQ_COLUMNS, true, true>(dQ, moved(dS_across, n * ROW_STEP) + of_s, moved(K_across, n * ROW_STEP), n > 0);
                 commit_products();
             };
             const auto pass_on = [&](const float (&dQ)[DQ_COLUMNS / 2]) __attribute__((always_inline)) {
-                await(barriers + DQ_READ + mine, (taken & 1) ^ 1);  // that of the step before is on its way
+                if constexpr (!PAIRED)
+                    await(barriers + DQ_READ + mine, (taken & 1) ^ 1);  // that of the step before is on its way
+                else if (mine == 0)
+                    await(barriers + DS_SENT, at.parity);  // where this part of dQ comes
                 if constexpr (DS_BY_ROWS)
                     at_dQ = once_more(at_dQ);
                 float4* const passed = (float4*)(on_chip + at_dQ);
@@ -710,7 +785,7 @@ __device__ __forceinline__ void compute_all(const Call& call, const Work& work, 
 
             float dP[PART / 2];
             const auto set_dP = [&](int r) __attribute__((always_inline)) {
-                const float2* const minus_delta = (const float2*)(on_chip + AT_DELTA) + at.stage * (BR / 2) + r * (PART / 2) + lane % 4;
+                const float2* const minus_delta = (const float2*)(on_chip + AT_DELTA) + stage * (BR / 2) + r * (PART / 2) + lane % 4;
 #pragma unroll
                 for (int n = 0; n < PART / 8; n++) {
                     const float2 x = minus_delta[4 * n];
@@ -719,23 +794,19 @@ __device__ __forceinline__ void compute_all(const Call& call, const Work& work, 
                 pin(dP);  // here, and not while products are under way: the assembler would wait for them
             };
 
-            // S^T = K Q^T
-            float S[BR / 2];
-            await(barriers + Q_THERE + at.stage, at.parity);
+            if (!PAIRED || given)
+                await(barriers + Q_THERE + stage, at.parity);
             if constexpr (DELTA_FIRST) {
-                await(barriers + O_THERE + at.stage, at.parity);
+                await(barriers + O_THERE + stage, at.parity);
                 set_dP(0);
             }
             if (rows_end) {
-                clear_rows<BR, TO_D, COMPUTING * WARPGROUP>(on_chip + AT_Q + at.stage * BR * TO_D * 2, q_length - i0, threadIdx.x - WARPGROUP);
+                clear_rows<BR, TO_D, COMPUTING * WARPGROUP>(on_chip + AT_Q + stage * BR * TO_D * 2, q_length - i0, threadIdx.x - WARPGROUP);
                 fence_shared();
                 all_meet();
             }
-            fence_products();
-#pragma unroll
-            for (int n = 0; n < TO_D / SUM; n++)
-                multiply_ss<BR>(S, moved(K, column_step<BC>(n)), moved(Q, column_step<BR>(n)) + of_q, n > 0);
-            commit_products();
+            if (!PAIRED || given)
+                begin_S(S, of_q);
 
             // dP^T = V dO^T, or V dO^T - delta, 64 rows at a time
             const auto begin_dP = [&](int r) {
@@ -751,9 +822,9 @@ __device__ __forceinline__ void compute_all(const Call& call, const Work& work, 
                 commit_products();
             };
             if constexpr (!DELTA_FIRST)
-                await(barriers + O_THERE + at.stage, at.parity);
+                await(barriers + O_THERE + stage, at.parity);
             if (rows_end) {
-                clear_rows<BR, TO_V, COMPUTING * WARPGROUP>(on_chip + AT_DO + at.stage * BR * TO_V * 2, q_length - i0, threadIdx.x - WARPGROUP);
+                clear_rows<BR, TO_V, COMPUTING * WARPGROUP>(on_chip + AT_DO + stage * BR * TO_V * 2, q_length - i0, threadIdx.x - WARPGROUP);
                 fence_shared();
                 all_meet();
             }
@@ -765,7 +836,7 @@ __device__ __forceinline__ void compute_all(const Call& call, const Work& work, 
                     rows[n] = from[4 * n];
             };
             if constexpr (ROWS_FIRST) {
-                read_rows(rows_lse, (const float2*)(on_chip + AT_LSE) + at.stage * (BR / 2) + lane % 4);
+                read_rows(rows_lse, (const float2*)(on_chip + AT_LSE) + stage * (BR / 2) + lane % 4);
                 pin((float(&)[PART / 4])rows_lse);
             }
             await_products<1>();  // S
@@ -786,8 +857,8 @@ __device__ __forceinline__ void compute_all(const Call& call, const Work& work, 
             };
 #pragma unroll
             for (int r = 0; r < PARTS; r++) {
-                const float2* const lse = (const float2*)(on_chip + AT_LSE) + at.stage * (BR / 2) + r * (PART / 2) + lane % 4;
-                const float2* const delta = (const float2*)(on_chip + AT_DELTA) + at.stage * (BR / 2) + r * (PART / 2) + lane % 4;
+                const float2* const lse = (const float2*)(on_chip + AT_LSE) + stage * (BR / 2) + r * (PART / 2) + lane % 4;
+                const float2* const delta = (const float2*)(on_chip + AT_DELTA) + stage * (BR / 2) + r * (PART / 2) + lane % 4;
                 // Of the row of a lane's n-th number
                 const auto of_row = [](const float2 (&rows)[PART / 8], const float2* from, int n) __attribute__((always_inline)) {
                     if constexpr (ROWS_FIRST)
@@ -822,6 +893,9 @@ __device__ __forceinline__ void compute_all(const Call& call, const Work& work, 
 #pragma unroll
                 for (int n = 0; n < PART / SUM; n++)
                     to_factor(P[r * (PART / SUM) + n], x, n);
+                // Where dS is to be, nobody reads any more: the engine dQ of this warpgroup, products of the other one dS, of the rows before
+                if constexpr (PAIRED)
+                    await(barriers + DQ_READ + !given, at.parity ^ 1);
                 await_products<0>();  // dP
                 if constexpr (ROWS_FIRST)
                     read_rows(rows_delta, delta);
@@ -846,30 +920,46 @@ __device__ __forceinline__ void compute_all(const Call& call, const Work& work, 
                 // dV += P^T dO; APART: and dK += dS^T Q
                 fence_products();
                 begin_dV(r, 0, DV_FIRST);
-                if constexpr (APART)
+                if (PAIRED && given) {
+                    commit_products();
+                    begin_dK(0, BR / SUM);
+                } else if constexpr (APART)
                     begin_dK(r * (PART / SUM), (r + 1) * (PART / SUM));
                 else
                     commit_products();
                 if (r + 1 < PARTS)
                     begin_dP(r + 1);
             }
+            if (PAIRED && given) {
+                arrive_as_warp(barriers + DS_READY, lane);
+                await(barriers + Q_THERE + 1, at.parity);
+                begin_S(S, BR * TO_D * 2 >> 4);  // of the other rows, behind dV and dK
+                await_products<1>();
+                arrive_as_warp(barriers + READ + stage, lane);
+                next_step();
+                return;
+            }
             fence_shared();
             if constexpr (APART) {
                 arrive_as_warp(barriers + DS_THERE + steps % S_STAGES, lane);
                 await_products<0>();  // dV and dK, whose factors P and dS are in registers
-                arrive_as_warp(barriers + READ + at.stage, lane);
+                arrive_as_warp(barriers + READ + stage, lane);
                 next_step();
                 return;
             }
             all_meet();  // dS is there; no thread reads that of the step before the last any more
 
             float dQ[DQ_COLUMNS / 2];
+            if constexpr (PAIRED)
+                await(barriers + DS_CAME, at.parity);
             begin_dQ(dQ);
 
             // The rest of dV, dK += dS^T Q, and dQ_i is handed on
             begin_dV(PARTS - 1, DV_FIRST, PART / SUM);
             begin_dK(0, DK_FIRST);
             await_products<1>();  // dQ
+            if (PAIRED && lane == 0 && steps > 1)  // what has come is read; nothing comes after the last one
+                arrive_there(barriers + DS_FREE, rank_in_cluster() ^ 1);
             pass_on(dQ);
             if constexpr (DK_FIRST < BR / SUM) {
                 fence_products();
@@ -877,20 +967,32 @@ __device__ __forceinline__ void compute_all(const Call& call, const Work& work, 
             }
             tell();
             await_products<0>();  // the rest of dV, and dK
-            arrive_as_warp(barriers + READ + at.stage, lane);
+            arrive_as_warp(barriers + READ + stage, lane);
             next_step();
         };
         // Loops of their own: where nothing is hidden no branch stands between exponentials and products then
         if constexpr (BAND) {
             while (steps > 0) {
-                while (steps > 0 && (i0 < plain_from || i0 + BR > plain_to))
-                    step(true);
-                while (steps > 0 && i0 >= plain_from && i0 + BR <= plain_to)
-                    step(false);
+                while (steps > 0 && (i0 < plain_from || i0 + BR > plain_to)) {
+                    float S[BR / 2];
+                    step(S, true);
+                }
+                while (steps > 0 && i0 >= plain_from && i0 + BR <= plain_to) {
+                    float S[BR / 2];
+                    step(S, false);
+                }
+            }
+        } else if constexpr (PAIRED) {
+            while (steps > 0) {
+                float S[BR / 2];
+                step(S, false, true);
+                step(S, false, false);
             }
         } else {
-            while (steps > 0)
-                step(false);
+            while (steps > 0) {
+                float S[BR / 2];
+                step(S, false);
+            }
         }
         // No thread reads K and V any more
         if constexpr (APART)
@@ -920,14 +1022,14 @@ __device__ __forceinline__ void compute_all(const Call& call, const Work& work, 
     for (int n = 0; n < TO_V / SUM; n++) {
         unsigned x[4];
         to_factor(x, dV, n);
-        store_factor<BC>(on_chip + AT_V, first_key, n, x);
+        store_factor<BC>(on_chip + (PAIRED ? AT_K_THERE : AT_V), first_key, n, x);
     }
     meet(WARPGROUP_MEETS + mine, WARPGROUP);
     const int j = work.j0 + first_key, exist = (int)(PACKED ? work.kv_length : call.Tk) - j, full = work.kv_length - j;
     elem* const dk = row_of(call.dk, work.slot, work.h, work.k_start + j);
     elem* const dv = row_of(call.dv, work.slot, work.h, work.k_start + j);
     store_rows<BC, TO_D, D, WARPGROUP, KEYS>(dk, call.dk.row, on_chip + AT_K, first_key, exist, full);
-    store_rows<BC, TO_V, DV, WARPGROUP, KEYS>(dv, call.dv.row, on_chip + AT_V, first_key, exist, full);
+    store_rows<BC, TO_V, DV, WARPGROUP, KEYS>(dv, call.dv.row, on_chip + (PAIRED ? AT_K_THERE : AT_V), first_key, exist, full);
 }
 
 // K and V, before anything else: a block of threads begins with waiting for them, and finds out meanwhile which rows see them, if any do.
@@ -938,6 +1040,8 @@ __device__ __forceinline__ void copy_keys(const MappedCall& argument, unsigned c
     prefetch_map(argument.map[MAP_V]);
     init_barrier(barriers + K_THERE, 1);
     init_barrier(barriers + V_THERE, 1);
+    if constexpr (PAIRED)
+        init_barrier(barriers + DS_CAME, 1);
     fence_barriers();
     fence_shared();
     const KeyBlock place = key_block(call, part_of(call, blockIdx.x).block);
@@ -952,10 +1056,23 @@ __device__ __forceinline__ void copy_keys(const MappedCall& argument, unsigned c
     arrive_expecting(barriers + K_THERE, BC * TO_D * 2);
     copy_slabs<BC, TO_D>(on_chip + AT_K, argument.map[MAP_K], barriers + K_THERE, row, h, slot);
     arrive_expecting(barriers + V_THERE, BC * TO_V * 2);
-    copy_slabs<BC, TO_V>(on_chip + AT_V, argument.map[MAP_V], barriers + V_THERE, row, h, slot);
+    if constexpr (PAIRED) {  // of V what will be in registers, where this warpgroup's dS is to be; of K those of the other block of threads
+        copy_box(on_chip + AT_DS, argument.map[MAP_V], barriers + V_THERE, 0, row, h, slot);
+        copy_box(on_chip + AT_V, argument.map[MAP_V], barriers + V_THERE, SLAB, row, h, slot);
+        arrive_expecting(barriers + DS_CAME, BC * TO_D * 2 + BC * BR * 2);
+        copy_slabs<BC, TO_D>(on_chip + AT_K_THERE, argument.map[MAP_K], barriers + DS_CAME, row ^ BC, h, slot);
+    } else {
+        copy_slabs<BC, TO_V>(on_chip + AT_V, argument.map[MAP_V], barriers + V_THERE, row, h, slot);
+    }
 }
 
-extern "C" __global__ void __launch_bounds__(KEYS_THREADS, 1) fa2_backward_keys(const __grid_constant__ MappedCall argument)
+#if PAIRED
+#define CLUSTER __cluster_dims__(2, 1, 1)
+#else
+#define CLUSTER
+#endif
+
+extern "C" __global__ void __launch_bounds__(KEYS_THREADS, 1) CLUSTER fa2_backward_keys(const __grid_constant__ MappedCall argument)
 {
     extern __shared__ __align__(SLAB_ALIGNMENT) unsigned char on_chip[];
     Barrier* const barriers = (Barrier*)(on_chip + AT_BARRIERS);
@@ -966,8 +1083,13 @@ extern "C" __global__ void __launch_bounds__(KEYS_THREADS, 1) fa2_backward_keys(
         for (int n = 0; n < MAPS; n++)
             if (n != MAP_K && n != MAP_V)
                 prefetch_map(argument.map[n]);
-        for (int n = FUSED_THERE; n < BARRIERS; n++)
+        for (int n = FUSED_THERE; n < DS_READY; n++)
             init_barrier(barriers + n, 1);
+        if constexpr (PAIRED) {
+            init_barrier(barriers + DS_READY, COMPUTING * WARPS * ARRIVALS);
+            init_barrier(barriers + DS_SENT, 1);
+            init_barrier(barriers + DS_FREE, COMPUTING * WARPS);
+        }
         for (int n = 0; n < STAGES; n++) {
             init_barrier(barriers + Q_THERE + n, 1);
             init_barrier(barriers + O_THERE + n, 1 + COPYING);  // who begins the copy of dO, and those that wrote lse and delta
@@ -983,7 +1105,11 @@ extern "C" __global__ void __launch_bounds__(KEYS_THREADS, 1) fa2_backward_keys(
     const Work work = work_of(call);
     if (work.j0 >= (PACKED ? work.kv_length : call.Tk))
         return;
-    __syncthreads();  // barriers are there
+    // Barriers are there
+    if constexpr (PAIRED)
+        cluster_meets();
+    else
+        __syncthreads();
     if (threadIdx.x < WARPGROUP) {
         give_registers<COPYING_REGISTERS>();
         if (threadIdx.x < COPYING && work.steps > 0)
@@ -994,7 +1120,17 @@ extern "C" __global__ void __launch_bounds__(KEYS_THREADS, 1) fa2_backward_keys(
             // For as many blocks of threads as there are blocks of keys, if there are more
             const unsigned warp = threadIdx.x / WARP_LANES, ahead = blockIdx.x + (unsigned)call.ahead, behind = (unsigned)call.behind;
             const unsigned blocks = (unsigned)(call.B * call.Hkv * call.blocks);
-            if (warp == 2 && ahead < blocks) {
+            if constexpr (PAIRED) {
+                if (threadIdx.x == 3 * WARP_LANES)
+                    exchange(work, on_chip, barriers);
+                if (warp != 2)
+                    return;
+                if (ahead < blocks)
+                    prepare_rows(argument, ahead, on_chip, barriers + FUSED_THERE);
+                const unsigned index = once_more(blockIdx.x);  // no register for it meanwhile
+                if (index >= (unsigned)call.behind && index < (unsigned)(call.B * call.Hkv * call.blocks))
+                    finish_rows(argument, index - (unsigned)call.behind, on_chip, barriers + FUSED_THERE + 1);
+            } else if (warp == 2 && ahead < blocks) {
                 prepare_rows(argument, ahead, on_chip, barriers + FUSED_THERE);
             } else if (warp == 3 && blockIdx.x >= behind && blockIdx.x < blocks) {
                 finish_rows(argument, blockIdx.x - behind, on_chip, barriers + FUSED_THERE + 1);

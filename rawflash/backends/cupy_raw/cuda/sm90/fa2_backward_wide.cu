@@ -22,6 +22,7 @@
 // dS comes from P in 32 bits, dV from P in 16. Where these are float16, P is 2^15 times as large in both, so that it is a normal number down to
 // 2^-29: as far as P counts.
 
+#define PAIRED 0
 constexpr int FUSED = 0, STORES = 0, DIVIDED = 0;  // see fa2_backward.cu
 
 #include "backward.cuh"

@@ -205,6 +205,39 @@ __device__ __forceinline__ void fence_shared() { asm volatile("fence.proxy.async
 
 __device__ __forceinline__ void prefetch_map(const TensorMap& map) { asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory"); }
 
+// ---- clusters: blocks of threads that run together and reach each other's shared memory --------------------------------------------
+
+__device__ __forceinline__ unsigned rank_in_cluster()
+{
+    unsigned rank;
+    asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+    return rank;
+}
+
+// All threads of all of them, those that have not ended.
+__device__ __forceinline__ void cluster_meets() { asm volatile("barrier.cluster.arrive.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory"); }
+
+// Where the block of threads of that rank has this place of its own.
+__device__ __forceinline__ unsigned address_there(const void* place, unsigned rank)
+{
+    unsigned there;
+    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(shared_address(place)), "r"(rank));
+    return there;
+}
+
+// An arrival at its barrier. Products and copies that this thread has awaited come before; its ordinary stores need not.
+__device__ __forceinline__ void arrive_there(Barrier* barrier, unsigned rank)
+{
+    asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(address_there(barrier, rank)) : "memory");
+}
+
+// bytes / 16 vectors of this block's shared memory come to its, and count at its barrier.
+__device__ __forceinline__ void copy_there(void* to, const void* from, Barrier* barrier, int bytes, unsigned rank)
+{
+    asm volatile("cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
+                 ::"r"(address_there(to, rank)), "r"(shared_address(from)), "r"(bytes), "r"(address_there(barrier, rank)) : "memory");
+}
+
 // ---- matrix products of a warpgroup -----------------------------------------------------------------------------------------------
 
 // A factor in shared memory: the address of its first row, at a multiple of SLAB_ALIGNMENT but for whole rows of eight and steps of 32 bytes.
@@ -235,7 +268,11 @@ struct LowerHalf {
         return x;
     }
 };
-__device__ __forceinline__ LowerHalf lower_half(const void* first, int slab_bytes = 16) { return {(shared_address(first) >> 4) + (slab_bytes >> 4 << 16)}; }
+// In a cluster an address says which block of threads it is of, above the 18 bits that a factor has room for.
+template <bool CLUSTER = false> __device__ __forceinline__ LowerHalf lower_half(const void* first, int slab_bytes = 16)
+{
+    return {((shared_address(first) & (CLUSTER ? 0x3FFFF : ~0u)) >> 4) + (slab_bytes >> 4 << 16)};
+}
 __device__ __forceinline__ LowerHalf moved(LowerHalf factor, int bytes) { return {factor.bits + (bytes >> 4)}; }
 
 // Before the first product, and after registers of a product were written by other code; what follows the last of some; wait until at most
