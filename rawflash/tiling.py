@@ -527,7 +527,7 @@ def _wgmma_keys(problem: Problem, chip: Chip, d: int, dv: int, lag: int) -> Tile
     limits = apart and band  # what hides keys of a thread
     query_blocks, key_blocks = -(-problem.Tq // br), -(-problem.Tk // bc)
     paired = int(
-        fused and not band and d == dv == br + WGMMA_SLAB and problem.Tq >= WGMMA_PAIRED_ROWS
+        fused and not band and d == dv == 2 * WGMMA_SLAB and problem.Tq >= WGMMA_PAIRED_ROWS
         and query_blocks % 2 == key_blocks % 2 == 0
     )  # fmt: skip
     divided = Divided()
@@ -543,7 +543,7 @@ def _wgmma_keys(problem: Problem, chip: Chip, d: int, dv: int, lag: int) -> Tile
     )
     resident = (
         Tile("K", bc, d, 2),
-        Tile("V", bc, dv - 64 * paired, 2),
+        Tile("V", bc, dv - WGMMA_SLAB * paired, 2),
         *((Tile("K there", bc, d, 2),) if paired else ()),
         Tile("Q", stages * br, d, 2),
         Tile("dO", stages * br, dv, 2),
