@@ -574,7 +574,7 @@ def _divided(blocks: int, rows: int, group: int, processors: int, together: int 
     rows of each of ``group`` heads. ``together``: as many blocks of keys are divided in the same way, between as many
     blocks of rows.
     """
-    processors -= processors % together
+    processors = max(processors - processors % together, together)
     last, half = blocks % processors, processors // 2 // together * together
     halved = half if last > half else 0
     others = last - halved
