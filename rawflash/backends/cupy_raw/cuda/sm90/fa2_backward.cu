@@ -26,6 +26,8 @@
 // them are, too: of such a row, lse is +infinity, hence P = 0; such a key is hidden as a band hides others, in float16 it has an exponent of -infinity.
 // Both start from delta = rowsum(dO * O) - dlse (side_gradients.cu).
 
+// Fewest copies of upper halves between products: none or nearly none but for a band with deterministic sums
+#define UPPER_HALVES {0, 1, 1, BAND || BR == 128 ? 1 : 2}
 #include "backward.cuh"
 
 constexpr int COMPUTING = 2, KEYS = BC / COMPUTING;  // warpgroups, and the keys of each
@@ -626,8 +628,18 @@ __device__ __forceinline__ bool has_all_sums(const Call& call, unsigned char* on
     return true;
 }
 
-__device__ __forceinline__ void compute_all(const Call& call, const Work& work, unsigned char* on_chip, Barrier* barriers)
+// Barriers by address where that leaves nearly no copies of upper halves between products, and elsewhere not, where it makes some.
+__device__ __forceinline__ auto barriers_by(Barrier* first)
 {
+    if constexpr (PAIRED)
+        return by_address(first);
+    else
+        return first;
+}
+
+__device__ __forceinline__ void compute_all(const Call& call, const Work& work, unsigned char* on_chip, Barrier* first_barrier)
+{
+    const auto barriers = barriers_by(first_barrier);
     const int lane = threadIdx.x % WARP_LANES, warp = threadIdx.x / WARP_LANES % WARPS;
     const int mine = __shfl_sync(WARP, (int)(threadIdx.x / WARPGROUP) - 1, 0), first_key = mine * KEYS;
     float dK[TO_D / 2], dV[TO_V / 2];

@@ -40,7 +40,15 @@ __device__ __forceinline__ void init_barrier(Barrier* barrier, int arrivals)
 
 __device__ __forceinline__ void fence_barriers() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
 
-__device__ __forceinline__ void arrive(Barrier* barrier)
+// The same barrier by its address in shared memory. What moves this to another one is an addition to that, not the address of another pointer.
+struct BarrierAt {
+    unsigned address;
+    __device__ __forceinline__ BarrierAt operator+(int n) const { return {address + n * (int)sizeof(Barrier)}; }
+};
+__device__ __forceinline__ unsigned shared_address(BarrierAt barrier) { return barrier.address; }
+__device__ __forceinline__ BarrierAt by_address(Barrier* first) { return {shared_address(first)}; }
+
+template <class Place> __device__ __forceinline__ void arrive(Place barrier)
 {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
 }
@@ -52,7 +60,7 @@ constexpr int ARRIVALS = 32;
 #else
 constexpr int ARRIVALS = 1;
 #endif
-__device__ __forceinline__ void arrive_as_warp(Barrier* barrier, int lane)
+template <class Place> __device__ __forceinline__ void arrive_as_warp(Place barrier, int lane)
 {
     __syncwarp();
     if (ARRIVALS > 1 || lane == 0)
@@ -75,7 +83,7 @@ __device__ __forceinline__ bool ended(Barrier* barrier, int parity)
 }
 
 // Wait for its end.
-__device__ __forceinline__ void await(Barrier* barrier, int parity)
+template <class Place> __device__ __forceinline__ void await(Place barrier, int parity)
 {
 #ifdef BOUNDED
     asm volatile("{\n.reg .pred p;\n.reg .u32 polls;\nmov.u32 polls, 0;\nagain:\nmbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n"
@@ -218,7 +226,7 @@ __device__ __forceinline__ unsigned rank_in_cluster()
 __device__ __forceinline__ void cluster_meets() { asm volatile("barrier.cluster.arrive.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory"); }
 
 // Where the block of threads of that rank has this place of its own.
-__device__ __forceinline__ unsigned address_there(const void* place, unsigned rank)
+template <class Place> __device__ __forceinline__ unsigned address_there(Place place, unsigned rank)
 {
     unsigned there;
     asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(shared_address(place)), "r"(rank));
@@ -226,7 +234,7 @@ __device__ __forceinline__ unsigned address_there(const void* place, unsigned ra
 }
 
 // An arrival at its barrier. Products and copies that this thread has awaited come before; its ordinary stores need not.
-__device__ __forceinline__ void arrive_there(Barrier* barrier, unsigned rank)
+template <class Place> __device__ __forceinline__ void arrive_there(Place barrier, unsigned rank)
 {
     asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(address_there(barrier, rank)) : "memory");
 }
@@ -256,15 +264,25 @@ __device__ __forceinline__ unsigned long long moved(unsigned long long factor, i
 
 // The lower half of a factor, whose upper half is the same for all; `steps` are of 16 bytes. For factors that move, as in rings of stages: the
 // assembler keeps whole ones that stay where they are, but sets an upper half that it knows again in front of each product (58 of the 510 instructions
-// of a step of the backward pass). One that it does not know, as to it grids may have several axes, it keeps; but in one place, from which the second
-// factor of a product took copies: so each has its own, and those beside P and dS another one.
+// of a step of the backward pass). One that it does not know, as to it grids may have several axes, it keeps. How many copies of it are made between
+// products all the same depends on which factors share one: UPPER_HALVES says which of four each kind of factor has, by trial.
+#ifndef UPPER_HALVES
+#define UPPER_HALVES {0, 1, 1, 2}
+#endif
+enum { FIRST_FACTOR, SECOND_FACTOR, BESIDE_REGISTERS, ACROSS_BESIDE_REGISTERS };
+template <int FACTOR> __device__ __forceinline__ unsigned unknown_one()
+{
+    constexpr int WHICH[] = UPPER_HALVES;
+    return WHICH[FACTOR] == 0 ? gridDim.y : WHICH[FACTOR] == 1 ? gridDim.z : WHICH[FACTOR] == 2 ? blockDim.y : blockDim.z;
+}
+
 struct LowerHalf {
     unsigned bits;
     __device__ __forceinline__ LowerHalf operator+(int steps) const { return {bits + steps}; }
-    __device__ __forceinline__ unsigned long long whole(unsigned one) const
+    template <int FACTOR> __device__ __forceinline__ unsigned long long whole() const
     {
         unsigned long long x;
-        asm("mov.b64 %0, {%1, %2};" : "=l"(x) : "r"(bits), "r"(((1 << 30) | (8 * SLAB_ROW >> 4)) - 1 + one));
+        asm("mov.b64 %0, {%1, %2};" : "=l"(x) : "r"(bits), "r"(((1 << 30) | (8 * SLAB_ROW >> 4)) - 1 + unknown_one<FACTOR>()));
         return x;
     }
 };
@@ -307,7 +325,7 @@ __device__ __forceinline__ void multiply_ss(float (&sum)[N / 2], unsigned long l
 template <int N, bool TRANSPOSED_A = false, bool TRANSPOSED_B = false>
 __device__ __forceinline__ void multiply_ss(float (&sum)[N / 2], LowerHalf a, LowerHalf b, bool adds)
 {
-    multiply_ss<N, TRANSPOSED_A, TRANSPOSED_B>(sum, a.whole(gridDim.y), b.whole(gridDim.z), adds);
+    multiply_ss<N, TRANSPOSED_A, TRANSPOSED_B>(sum, a.whole<FIRST_FACTOR>(), b.whole<SECOND_FACTOR>(), adds);
 }
 
 // A in registers.
@@ -320,7 +338,7 @@ __device__ __forceinline__ void multiply_rs(float (&sum)[N / 2], const unsigned 
 template <int N, bool TRANSPOSED_B = false>
 __device__ __forceinline__ void multiply_rs(float (&sum)[N / 2], const unsigned (&a)[4], LowerHalf b, bool adds)
 {
-    multiply_rs<N, TRANSPOSED_B>(sum, a, b.whole(TRANSPOSED_B ? blockDim.y : gridDim.z), adds);
+    multiply_rs<N, TRANSPOSED_B>(sum, a, b.whole<TRANSPOSED_B ? ACROSS_BESIDE_REGISTERS : BESIDE_REGISTERS>(), adds);
 }
 
 #if TYPE == BFLOAT16
