@@ -589,6 +589,30 @@ def test_backward_products_of_warpgroups_overlap(dtype, d, options, tmp_path):
     assert all(part.count("MUFU.EX2") > 16 for part in together), [part.count("MUFU.EX2") for part in computing]
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize(
+    "d, T, causal", [(128, 4096, False), (128, 1024, False), (128, 4096, True), (64, 4096, False), (64, 4096, True)]
+)
+def test_no_copies_stand_between_backward_products(dtype, d, T, causal, tmp_path):
+    """The words that all factors share stay where products take them from (UPPER_HALVES): between products that follow
+    each other there are additions, and a copy for fewer than one of three."""
+    pytest.importorskip("cupy")
+    device = Device("sm_90a")
+    with device.current():
+        x = Array((16384 // T, 2048 // d, T, d), DTYPES[dtype])
+        rf.attention_backward(x, x, x, x, x, Array(x.shape[:3], np.float32), causal=causal)
+    program = next(p for p in device.programs if p.file == "sm90/fa2_backward.cu")
+    (tmp_path / "kernel.cubin").write_bytes(kept.compile_log(program.text, program.arch)[0])
+    command = [disassembler(), "-c", tmp_path / "kernel.cubin"]
+    code = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout
+    code = code[code.index(".text.fa2_backward_keys") :]
+    found = re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z0-9]+)", code, re.MULTILINE)
+    places = [n for n, name in enumerate(found) if name == "HGMMA"]
+    between = [found[n + 1 : following] for n, following in zip(places, places[1:], strict=False) if following - n < 10]
+    assert len(between) > len(places) * 2 // 3
+    assert 3 * sum(names.count("UMOV") for names in between) < len(between)
+
+
 @pytest.mark.parametrize("options", ["plain", "causal", "packed"])
 @pytest.mark.parametrize("dtype, d", [("bfloat16", 192), ("bfloat16", 256), ("float16", 256)])
 def test_backward_products_of_many_columns_overlap(dtype, d, options, tmp_path):
