@@ -106,6 +106,28 @@ __device__ __forceinline__ long long first_block(const Call& call, long long b, 
 
 __device__ __forceinline__ float* sums_of_block(const Call& call, long long block) { return call.sums + block * (BR * TO_D); }
 
+// Two numbers of float32 in three of bfloat16 each, exactly: each has 8 of the 24 bits. They are in two columns of a slab's rows, `first` and those
+// behind it.
+constexpr int NUMBER_PARTS = 3;
+__device__ __forceinline__ void store_parts(unsigned char* slab, int first, int columns, float x, float y)
+{
+#pragma unroll
+    for (int part = 0; part < NUMBER_PARTS; part++) {
+        const unsigned left = __float_as_uint(x), right = __float_as_uint(y) & 0xFFFF0000u;
+        *(unsigned*)(slab + in_slab(first + part, columns / 4) + columns % 4 * 4) = left >> 16 | right;
+        x -= __uint_as_float(left & 0xFFFF0000u), y -= __uint_as_float(right);
+    }
+}
+
+// The factor of begin_with_minus: -1 for three of 16 rows, 0 for the others. first: a multiple of 4. It is computed anew each time, as registers are few.
+__device__ __forceinline__ void minus_one(unsigned (&factor)[4], int first)
+{
+    const unsigned pair = (once_more(threadIdx.x) ^ first / 2) % 4, word = pair == 0 ? 0xBF80BF80u : pair == 1 ? 0xBF80u : 0u;
+#pragma unroll
+    for (int e = 0; e < 4; e++)
+        factor[e] = once_more(first / 8 == e / 2 ? word : 0u);
+}
+
 // Which stage is next, and the parity of the phase that its barriers are in.
 template <int STAGES> struct Ring {
     int stage = 0, parity = 0;
