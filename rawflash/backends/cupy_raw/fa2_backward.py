@@ -20,6 +20,7 @@ WIDE_THREADS = 512  # one that copies, three that compute
 SECTION_BYTES = 32 << 20  # of L2, for the heads whose keys are taken in turn
 SECTION_STORED = 16 << 20  # the same where the first dQ is stored
 COUNTERS = 64  # a multiple of so many lies before dQ's sums
+RECORD_ROWS, RECORD_NUMBERS = 64, 160  # rows of a record of delta and lse, and how many float32 it takes
 FINISHED_ROWS = 64  # of dQ, which a warp writes at once
 DETERMINISTIC_MORE = 4  # times that
 PATCH_ROWS, PATCH_COLUMNS, WARP = 16, 8, 32  # of dQ in mma/split_backward.cu, each added by a warp
@@ -98,6 +99,10 @@ def _wgmma(problem: Problem, tiles: Tiles, x: Operands, grads: dict[str, Target]
         cleared = blocks if x.offset_given or problem.Tq > problem.Tk else 0
     dQ.data.memset_async(0, 4 * (counters + numbers * cleared))
     call = _call(kernels, problem, x, grads, delta, dQ, key_blocks, counters)
+    if not is_wide(problem):
+        records = kernels.workspace(blocks * tiles.br // RECORD_ROWS * RECORD_NUMBERS)
+        call = kernels.call(problem, x, {"m.data": records.data.ptr}, call)
+        kernels.run("fa2_backward_rows", query_blocks * (first if tiles.lag else problem.B * problem.Hq), call)
     if problem.varlen:
         kernels.run_over("clear_gradients", max(heads * rows, x.k.shape[1] * x.k.shape[2]), call)
     blocks = key_blocks * problem.Hkv * problem.B + tiles.divided.more

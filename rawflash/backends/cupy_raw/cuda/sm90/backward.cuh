@@ -106,6 +106,37 @@ __device__ __forceinline__ long long first_block(const Call& call, long long b, 
 
 __device__ __forceinline__ float* sums_of_block(const Call& call, long long block) { return call.sums + block * (BR * TO_D); }
 
+// What copies bring of 64 rows beside Q and dO: delta in three numbers of bfloat16 each, which have 8 of its 24 bits and add up to it exactly, in rows
+// of a slab; and lse in units of exp2. A row that sees nothing has P = 0, and one that does not exist.
+constexpr int NUMBER_PARTS = 3, RECORD_PARTS = NUMBER_PARTS * SLAB_ROW, RECORD_LSE = SLAB * 4, RECORD_BYTES = RECORD_PARTS + RECORD_LSE;
+__device__ __forceinline__ unsigned char* records_of_block(const Call& call, long long block)
+{
+    return (unsigned char*)call.m.data + block * (BR / SLAB * RECORD_BYTES);
+}
+
+// first: that of the block of rows.
+__device__ __forceinline__ void store_record(unsigned char* first, int row, float lse, float delta)
+{
+    unsigned char* const record = first + row / SLAB * RECORD_BYTES;
+    const int column = row % SLAB;
+#pragma unroll
+    for (int part = 0; part < NUMBER_PARTS; part++) {
+        const unsigned bits = __float_as_uint(delta);
+        *(unsigned short*)(record + in_slab(part, column / 8) + column % 8 * 2) = (unsigned short)(bits >> 16);
+        delta -= __uint_as_float(bits & 0xFFFF0000u);
+    }
+    ((float*)(record + RECORD_PARTS))[column] = lse == -INFINITE ? INFINITE : lse * LOG2E;
+}
+
+// The factor of begin_with_minus: -1 for three of 16 rows, 0 for the others. first: a multiple of 4. It is computed anew each time, as registers are few.
+__device__ __forceinline__ void minus_one(unsigned (&factor)[4], int first)
+{
+    const unsigned pair = (once_more(threadIdx.x) ^ first / 2) % 4, word = pair == 0 ? 0xBF80BF80u : pair == 1 ? 0xBF80u : 0u;
+#pragma unroll
+    for (int e = 0; e < 4; e++)
+        factor[e] = once_more(first / 8 == e / 2 ? word : 0u);
+}
+
 // Which stage is next, and the parity of the phase that its barriers are in.
 template <int STAGES> struct Ring {
     int stage = 0, parity = 0;

@@ -33,18 +33,15 @@
 constexpr int COMPUTING = 2, KEYS = BC / COMPUTING;  // warpgroups, and the keys of each
 constexpr int KEYS_THREADS = (1 + COMPUTING + APART) * WARPGROUP;
 constexpr int STAGES = BR == 64 && !FUSED ? 3 : 2, S_STAGES = 2;  // of Q and dO on chip; of dS
-constexpr int COPYING = FUSED ? 32 : 64;                // threads that copy; one of the next warp may add to dQ's sums
-constexpr int PART = 64, PARTS = BR / PART;             // rows that dP has at a time
+constexpr int PART = 64, PARTS = BR / PART;  // rows that dP has at a time
 static_assert(KEYS == 64 && BR % SLAB == 0, "what products can do");
 
 // Steps of SUM columns of dP = V dO^T whose factor V is in registers, not in shared memory, which is what bounds this kernel: as many as there is
 // room for. LIMITS_ON_CHIP: what hides keys of a lane is in shared memory, as few blocks of rows need it; where no product reads that slab of V any
 // more, there.
-constexpr int V_HELD = APART ? STORES ? 1 : 3 : BR == 128 ? TO_V / SUM : 4;
+constexpr int V_HELD = APART ? STORES ? 1 : 2 : BR == 128 ? TO_V / SUM : 4;
 constexpr bool LIMITS_ON_CHIP = BAND && (BR == 64 || APART);
-constexpr bool ROWS_FIRST = BR == 64;  // lse is read before S is there, delta before the first of it is needed: faster there, slower elsewhere
-// Where warpgroups do not wait for each other, dP begins with -delta instead of 0, so that its rows are read before products begin, not behind them.
-constexpr bool DELTA_FIRST = APART;
+constexpr bool ROWS_FIRST = BR == 64;  // lse is read before S is there: faster there, slower elsewhere
 constexpr bool SKIPS = BAND && BR == 64;  // products between rows and keys none of which they see
 constexpr int K_HELD = 5;  // the same of K^T, where a warpgroup computes dQ^T = K^T dS^T
 static_assert(V_HELD <= TO_V / SUM && (!LIMITS_ON_CHIP || APART || V_HELD >= SLAB / SUM), "a slab");
@@ -58,7 +55,6 @@ constexpr int PATCHES = BR * TO_D / PATCH;      // in a block of rows
 // The order of the sums is kept by one thread only.
 static_assert(!APART || BY_ROWS && !DETERMINISTIC, "a warpgroup of its own computes dQ");
 static_assert(!DIVIDED || FUSED && !BAND, "the last blocks of keys have as many rows as others");
-static_assert(!ROWS_FIRST || !DELTA_FIRST, "rows are read once");
 static_assert(!STORES || BAND && !DETERMINISTIC && !PACKED && (BY_COLUMNS || BY_ROWS), "the last keys that rows see come first");
 
 // dS is on chip with the rows of Q, each warpgroup's keys in a slab of their own; otherwise dS^T, with the keys'.
@@ -69,17 +65,23 @@ constexpr int DV_FIRST = BR == 64 && !PAIRED ? PART / SUM / 2 : PART / SUM, DK_F
 
 // FUSED, on chip for two warps: a slab of O and of dO; a patch of dQ's sums, which in 16 bits begins a little before it.
 constexpr int PREPARED_BYTES = 2 * BR * SLAB_ROW, FINISHED_BEFORE = SLAB_ALIGNMENT;
+constexpr bool ONE_ROOM = FUSED && BR == 64;  // one warp does both, in one place: there is no room for two
+
+// dP begins with -delta (begin_with_minus), whose rows it takes from a slab of 16: three for each stage, or for each stage of 64 rows, others are 0.
+// PAIRED: of eight, as there is no room; the other eight, which meet zeros, are those of K.
+constexpr int DELTA_BYTES = (PAIRED ? 8 : 16) * SLAB_ROW;
+static_assert(PARTS * STAGES <= (PAIRED ? 2 : 4), "four rows for each");
 
 // Where things are on chip, in bytes.
-constexpr int AT_K = 0, AT_V = AT_K + BC * TO_D * 2;
+constexpr int AT_DELTA = 0, AT_K = AT_DELTA + DELTA_BYTES, AT_V = AT_K + BC * TO_D * 2;
 constexpr int AT_K_THERE = AT_V + BC * (TO_V - PAIRED * SLAB) * 2;  // PAIRED: K of the other block of threads; the first slab of V is not kept
 constexpr int AT_Q = AT_K_THERE + PAIRED * BC * TO_D * 2, AT_DO = AT_Q + STAGES * BR * TO_D * 2;
 constexpr int AT_DS = AT_DO + STAGES * BR * TO_V * 2, AT_DQ = AT_DS + S_STAGES * BC * BR * 2;
 constexpr int AT_DS_CAME = AT_DS + BC * BR * 2, AT_DS_SENT = AT_DQ;  // PAIRED: from the other block of threads, for it
 constexpr int AT_PREPARED = AT_DQ + (APART ? 0 : COMPUTING * PATCH * 4);
-constexpr int AT_FINISHED = AT_PREPARED + (FUSED && !PAIRED) * PREPARED_BYTES;  // PAIRED: one warp prepares, then finishes, in one place
-constexpr int AT_LSE = AT_FINISHED + FUSED * (FINISHED_BEFORE + PATCH * 4), AT_DELTA = AT_LSE + STAGES * BR * 4;
-constexpr int AT_LIMITS = AT_DELTA + STAGES * BR * 4, LIMITS = BAND && APART ? COMPUTING * WARPGROUP * VECTOR_BYTES : 0;
+constexpr int AT_FINISHED = AT_PREPARED + (FUSED && !ONE_ROOM) * PREPARED_BYTES;
+constexpr int AT_LSE = AT_FINISHED + FUSED * (FINISHED_BEFORE + PATCH * 4);
+constexpr int AT_LIMITS = AT_LSE + STAGES * BR * 4, LIMITS = BAND && APART ? COMPUTING * WARPGROUP * VECTOR_BYTES : 0;
 constexpr int AT_SHARES = AT_LIMITS + LIMITS, AT_BARRIERS = AT_SHARES + FUSED * 64;
 constexpr int K_THERE = 0, V_THERE = 1, Q_THERE = 2, O_THERE = Q_THERE + STAGES, READ = O_THERE + STAGES;
 constexpr int DQ_THERE = READ + STAGES, DQ_READ = DQ_THERE + COMPUTING;  // of each warpgroup's part
@@ -89,6 +91,7 @@ constexpr int FUSED_THERE = DQ_READ + COMPUTING;
 constexpr int DS_READY = FUSED_THERE + 2 * FUSED, DS_SENT = DS_READY + 1, DS_CAME = DS_READY + 2, DS_FREE = DS_READY + 3;
 constexpr int BARRIERS = DS_READY + 4 * PAIRED;
 static_assert(!PAIRED || FUSED && BY_COLUMNS && !BAND && V_HELD == SLAB / SUM, "the first slab of V is in registers");
+static_assert(AT_K % SLAB_ALIGNMENT == 0 && (!ONE_ROOM || PREPARED_BYTES <= FINISHED_BEFORE + PATCH * 4), "a slab, and room for either");
 static_assert(S_STAGES <= COMPUTING, "barriers of either kind");
 static_assert(AT_BARRIERS + BARRIERS * 8 == TILE_BYTES, "tiling.py and this file disagree on what is on chip");
 
@@ -251,12 +254,16 @@ __device__ __forceinline__ void prepare_rows(const MappedCall& argument, unsigne
         }
 #pragma unroll
         for (int r = 0; r < LANE_ROWS; r++) {
-            const int i = share.block * BR + r * WARP_LANES + lane;
+            const int row = r * WARP_LANES + lane, i = share.block * BR + row;
+            float lse = -INFINITE;
             if (i < (int)call.Tq) {
                 if constexpr (DLSE)
                     gamma[r] -= *row_of(call.dlse, share.b, share.h, i);
-                *row_of(call.delta, share.b, share.h, i) = gamma[r];
+                lse = *row_of(call.lse, share.b, share.h, i);
+            } else {
+                gamma[r] = 0.0f;
             }
+            store_record(records_of_block(call, first_block(call, share.b, share.h, 0) + share.block), row, lse, gamma[r]);
         }
         __syncwarp();
         if (lane == 0)
@@ -322,15 +329,18 @@ __device__ __forceinline__ void finish_rows(const MappedCall& argument, unsigned
         await_stores_read<0>();  // shared memory is given back
 }
 
+// Where delta of 64 rows of a stage has its rows.
+__device__ __forceinline__ int rows_of_delta(int patch, int stage) { return 8 * patch + 4 * stage; }
+
 // ---- the warps that copy ---------------------------------------------------------------------------------------------------
 
 __device__ __forceinline__ void copy_all(const MappedCall& argument, const Work& work, unsigned char* on_chip, Barrier* barriers)
 {
     const Call& call = argument.call;
-    const int thread = threadIdx.x;
-    const long long slot = PAIRED ? (unsigned)work.slot : work.slot;  // whose upper half takes no register then
-    if constexpr (FUSED)
+    if constexpr (FUSED) {
         await_prepared(call, work);
+        fence_device();
+    }
     Ring<STAGES> to;
     int h = work.h * (int)call.group, i0 = first_rows(work);
     for (int steps = work.steps; steps > 0; steps--) {
@@ -339,36 +349,25 @@ __device__ __forceinline__ void copy_all(const MappedCall& argument, const Work&
         // PAIRED: of 128 rows first those whose dQ the other block of threads computes, then those whose dQ this one does
         if constexpr (PAIRED)
             i0 += (rank_in_cluster() == (steps & 1)) * BR;
-        if (thread == 0) {
-            arrive_expecting(q_there, BR * TO_D * 2);
-            copy_slabs<BR, TO_D>(on_chip + AT_Q + to.stage * BR * TO_D * 2, argument.map[MAP_Q], q_there, work.q_start + i0, h, work.slot);
-            arrive_expecting(o_there, BR * TO_V * 2);
-            copy_slabs<BR, TO_V>(on_chip + AT_DO + to.stage * BR * TO_V * 2, argument.map[MAP_DO], o_there, work.q_start + i0, h, work.slot);
-        }
-
-        // lse in units of exp2, and delta. A row that sees nothing has P = 0, and one that does not exist. All rows of a thread are asked for before
-        // any is awaited, but for packed sequences, whose places take the registers for it.
-        constexpr int LOADS = PACKED ? 1 : BR / COPYING;
+        arrive_expecting(q_there, BR * TO_D * 2);
+        copy_slabs<BR, TO_D>(on_chip + AT_Q + to.stage * BR * TO_D * 2, argument.map[MAP_Q], q_there, work.q_start + i0, h, work.slot);
+        arrive_expecting(o_there, BR * TO_V * 2 + PARTS * RECORD_BYTES);
+        copy_slabs<BR, TO_V>(on_chip + AT_DO + to.stage * BR * TO_V * 2, argument.map[MAP_DO], o_there, work.q_start + i0, h, work.slot);
+        const unsigned char* const records = records_of_block(call, first_block(call, work.b, h, work.q_start) + i0 / BR);
 #pragma unroll
-        for (int from = 0; from < BR; from += LOADS * COPYING) {
-            float lse[LOADS], delta[LOADS];
+        for (int patch = 0; patch < PARTS; patch++) {
+            const unsigned char* const record = records + patch * RECORD_BYTES;
+            const int row = rows_of_delta(patch, to.stage);
+            unsigned char* const rows = on_chip + AT_DELTA + row * SLAB_ROW;
+            copy_bulk(on_chip + AT_LSE + (to.stage * BR + patch * PART) * 4, record + RECORD_PARTS, o_there, RECORD_LSE);
+            if (row % 8 == 0) {
+                copy_bulk(rows, record, o_there, RECORD_PARTS);
+            } else {  // in rows 4 to 6 of a slab halves of rows are where they are not in rows 0 to 2
 #pragma unroll
-            for (int n = 0; n < LOADS; n++) {
-                const int i = i0 + from + n * COPYING + thread;
-                lse[n] = -INFINITE, delta[n] = 0.0f;
-                if (i < work.q_length) {
-                    lse[n] = *row_of(call.lse, slot, h, work.q_start + i);
-                    delta[n] = *row_of(call.delta, slot, h, work.q_start + i);
-                }
-            }
-#pragma unroll
-            for (int n = 0; n < LOADS; n++) {
-                const int at = to.stage * BR + from + n * COPYING + thread;
-                ((float*)(on_chip + AT_LSE))[at] = lse[n] == -INFINITE ? INFINITE : lse[n] * LOG2E;
-                ((float*)(on_chip + AT_DELTA))[at] = DELTA_FIRST ? -delta[n] : delta[n];
+                for (int n = 0; n < 2 * NUMBER_PARTS; n++)
+                    copy_bulk(rows + (n ^ 1) * (SLAB_ROW / 2), record + n * (SLAB_ROW / 2), o_there, SLAB_ROW / 2);
             }
         }
-        arrive(o_there);
 
         to.next();
         if (PAIRED && steps % 2 == 0) {
@@ -691,7 +690,7 @@ __device__ __forceinline__ void compute_all(const Call& call, const Work& work, 
         const LowerHalf K_there_across = moved(K_across, AT_K_THERE - AT_K);
         const LowerHalf Q = moved(chip, AT_Q), Q_across = moved(rows_across, AT_Q), dO = moved(chip, AT_DO), dO_across = moved(rows_across, AT_DO);
         const LowerHalf dS_rows = moved(chip, AT_DS + (BY_KEYS ? mine * BR * SLAB_ROW : 0));
-        const LowerHalf dS_across = moved(keys_across, AT_DS + (BY_ROWS ? mine * BC * SLAB_ROW : 0));
+        const LowerHalf delta_across = moved(chip, AT_DELTA), dS_across = moved(keys_across, AT_DS + (BY_ROWS ? mine * BC * SLAB_ROW : 0));
 
         Ring<STAGES> at;
         int h = work.h * (int)call.group, i0 = first_rows(work), steps = work.steps, taken = 0;
@@ -796,22 +795,8 @@ __device__ __forceinline__ void compute_all(const Call& call, const Work& work, 
             }
 
             float dP[PART / 2];
-            const auto set_dP = [&](int r) __attribute__((always_inline)) {
-                const float2* const minus_delta = (const float2*)(on_chip + AT_DELTA) + stage * (BR / 2) + r * (PART / 2) + lane % 4;
-#pragma unroll
-                for (int n = 0; n < PART / 8; n++) {
-                    const float2 x = minus_delta[4 * n];
-                    dP[4 * n] = dP[4 * n + 2] = x.x, dP[4 * n + 1] = dP[4 * n + 3] = x.y;
-                }
-                pin(dP);  // here, and not while products are under way: the assembler would wait for them
-            };
-
             if (!PAIRED || given)
                 await(barriers + Q_THERE + stage, at.parity);
-            if constexpr (DELTA_FIRST) {
-                await(barriers + O_THERE + stage, at.parity);
-                set_dP(0);
-            }
             if (rows_end) {
                 clear_rows<BR, TO_D, COMPUTING * WARPGROUP>(on_chip + AT_Q + stage * BR * TO_D * 2, q_length - i0, threadIdx.x - WARPGROUP);
                 fence_shared();
@@ -820,28 +805,30 @@ __device__ __forceinline__ void compute_all(const Call& call, const Work& work, 
             if (!PAIRED || given)
                 begin_S(S, of_q);
 
-            // dP^T = V dO^T, or V dO^T - delta, 64 rows at a time
+            // dP^T = V dO^T - delta, 64 rows at a time
+            unsigned minus[4];
             const auto begin_dP = [&](int r) {
+                minus_one(minus, rows_of_delta(r, stage));
                 fence_products();
+                begin_with_minus(dP, minus, delta_across, rows_of_delta(r, stage));
 #pragma unroll
                 for (int n = 0; n < TO_V / SUM; n++) {
                     const LowerHalf rows = moved(dO, r * PART * SLAB_ROW + column_step<BR>(n)) + of_o;
                     if (n < V_HELD)
-                        multiply_rs<PART>(dP, V_mine[n < V_HELD ? n : 0], rows, DELTA_FIRST || n > 0);
+                        multiply_rs<PART>(dP, V_mine[n < V_HELD ? n : 0], rows, true);
                     else
-                        multiply_ss<PART>(dP, moved(V, column_step<BC>(n)), rows, DELTA_FIRST || n > 0);
+                        multiply_ss<PART>(dP, moved(V, column_step<BC>(n)), rows, true);
                 }
                 commit_products();
             };
-            if constexpr (!DELTA_FIRST)
-                await(barriers + O_THERE + stage, at.parity);
+            await(barriers + O_THERE + stage, at.parity);
             if (rows_end) {
                 clear_rows<BR, TO_V, COMPUTING * WARPGROUP>(on_chip + AT_DO + stage * BR * TO_V * 2, q_length - i0, threadIdx.x - WARPGROUP);
                 fence_shared();
                 all_meet();
             }
             begin_dP(0);
-            float2 rows_lse[PART / 8], rows_delta[PART / 8];
+            float2 rows_lse[PART / 8];
             const auto read_rows = [](float2 (&rows)[PART / 8], const float2* from) __attribute__((always_inline)) {
 #pragma unroll
                 for (int n = 0; n < PART / 8; n++)
@@ -870,7 +857,6 @@ __device__ __forceinline__ void compute_all(const Call& call, const Work& work, 
 #pragma unroll
             for (int r = 0; r < PARTS; r++) {
                 const float2* const lse = (const float2*)(on_chip + AT_LSE) + stage * (BR / 2) + r * (PART / 2) + lane % 4;
-                const float2* const delta = (const float2*)(on_chip + AT_DELTA) + stage * (BR / 2) + r * (PART / 2) + lane % 4;
                 // Of the row of a lane's n-th number
                 const auto of_row = [](const float2 (&rows)[PART / 8], const float2* from, int n) __attribute__((always_inline)) {
                     if constexpr (ROWS_FIRST)
@@ -909,11 +895,9 @@ __device__ __forceinline__ void compute_all(const Call& call, const Work& work, 
                 if constexpr (PAIRED)
                     await(barriers + DQ_READ + !given, at.parity ^ 1);
                 await_products<0>();  // dP
-                if constexpr (ROWS_FIRST)
-                    read_rows(rows_delta, delta);
 #pragma unroll
                 for (int n = 0; n < PART / 2; n++)
-                    x[n] *= DELTA_FIRST ? dP[n] : dP[n] - of_row(rows_delta, delta, n);
+                    x[n] *= dP[n];
                 if (hides)
                     hide(x, limit);
 #pragma unroll
@@ -925,9 +909,6 @@ __device__ __forceinline__ void compute_all(const Call& call, const Work& work, 
                     else
                         store_factor<BC>(tile, first_key, row, dS[row]);
                 }
-
-                if (DELTA_FIRST && r + 1 < PARTS)
-                    set_dP(r + 1);
 
                 // dV += P^T dO; APART: and dK += dS^T Q
                 fence_products();
@@ -1104,7 +1085,7 @@ extern "C" __global__ void __launch_bounds__(KEYS_THREADS, 1) CLUSTER fa2_backwa
         }
         for (int n = 0; n < STAGES; n++) {
             init_barrier(barriers + Q_THERE + n, 1);
-            init_barrier(barriers + O_THERE + n, 1 + COPYING);  // who begins the copy of dO, and those that wrote lse and delta
+            init_barrier(barriers + O_THERE + n, 1);
             init_barrier(barriers + READ + n, COMPUTING * WARPS * ARRIVALS);
         }
         for (int n = 0; n < COMPUTING; n++) {
@@ -1112,6 +1093,10 @@ extern "C" __global__ void __launch_bounds__(KEYS_THREADS, 1) CLUSTER fa2_backwa
             init_barrier(barriers + DQ_READ + n, APART ? WARPS * ARRIVALS : 1);
         }
         fence_barriers();
+        fence_shared();
+    }
+    if (threadIdx.x >= WARPGROUP && threadIdx.x < WARPGROUP + DELTA_BYTES / VECTOR_BYTES) {  // rows that nobody writes
+        ((uint4*)(on_chip + AT_DELTA))[threadIdx.x - WARPGROUP] = make_uint4(0, 0, 0, 0);
         fence_shared();
     }
     const Work work = work_of(call);
@@ -1124,16 +1109,16 @@ extern "C" __global__ void __launch_bounds__(KEYS_THREADS, 1) CLUSTER fa2_backwa
         __syncthreads();
     if (threadIdx.x < WARPGROUP) {
         give_registers<COPYING_REGISTERS>();
-        if (threadIdx.x < COPYING && work.steps > 0)
+        if (threadIdx.x == 0 && work.steps > 0)
             copy_all(argument, work, on_chip, barriers);
-        else if (!APART && threadIdx.x == COPYING && (FUSED || work.steps > 0))
+        else if (!APART && threadIdx.x == WARP_LANES && (FUSED || work.steps > 0))
             add_all(call, work, on_chip, barriers);
         if constexpr (FUSED) {
             // For as many blocks of threads as there are blocks of keys, if there are more
             const unsigned warp = threadIdx.x / WARP_LANES, ahead = blockIdx.x + (unsigned)call.ahead, behind = (unsigned)call.behind;
             const unsigned blocks = (unsigned)(call.B * call.Hkv * call.blocks);
-            if constexpr (PAIRED) {
-                if (threadIdx.x == 3 * WARP_LANES)
+            if constexpr (ONE_ROOM) {
+                if (PAIRED && threadIdx.x == 3 * WARP_LANES)
                     exchange(work, on_chip, barriers);
                 if (warp != 2)
                     return;
@@ -1155,6 +1140,20 @@ extern "C" __global__ void __launch_bounds__(KEYS_THREADS, 1) CLUSTER fa2_backwa
         take_registers<COMPUTING_REGISTERS>();
         compute_all(call, work, on_chip, barriers);
     }
+}
+
+// Records of rows whose delta is there (side_gradients.cu): of all, or those of the first heads, which no block of threads prepares.
+extern "C" __global__ void __launch_bounds__(THREADS) fa2_backward_rows(const __grid_constant__ Call call)
+{
+    const unsigned blocks = (unsigned)((call.Tq + BR - 1) / BR), block = blockIdx.x % blocks, bh = blockIdx.x / blocks;
+    const unsigned b = bh / (unsigned)call.Hq, h = bh % (unsigned)call.Hq;
+    const Sequence s = sequence(call, b);
+    const long long i = (long long)block * BR + threadIdx.x, rows_end = PACKED ? s.q_length : call.Tq;
+    if (threadIdx.x >= BR || i - threadIdx.x >= rows_end)
+        return;
+    const bool exists = i < s.q_length;
+    store_record(records_of_block(call, first_block(call, b, h, s.q_start) + block), threadIdx.x,
+                 exists ? *row_of(call.lse, s.slot, h, s.q_start + i) : -INFINITE, exists ? *row_of(call.delta, s.slot, h, s.q_start + i) : 0.0f);
 }
 
 // dQ = scale * sums, in the dtype of q. Rows of padding hold 0.
