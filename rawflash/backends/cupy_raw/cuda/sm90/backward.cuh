@@ -111,14 +111,14 @@ __device__ __forceinline__ float* sums_of_block(const Call& call, long long bloc
 constexpr int NUMBER_PARTS = 3, RECORD_PARTS = NUMBER_PARTS * SLAB_ROW, RECORD_LSE = SLAB * 4, RECORD_BYTES = RECORD_PARTS + RECORD_LSE;
 __device__ __forceinline__ unsigned char* records_of_block(const Call& call, long long block)
 {
-    return (unsigned char*)call.m.data + block * (BR / SLAB * RECORD_BYTES);
+    return (unsigned char*)call.m.data + (unsigned long long)(unsigned)block * (BR / SLAB * RECORD_BYTES);
 }
 
 // first: that of the block of rows.
 __device__ __forceinline__ void store_record(unsigned char* first, int row, float lse, float delta)
 {
     unsigned char* const record = first + row / SLAB * RECORD_BYTES;
-    const int column = row % SLAB;
+    const int column = (int)once_more(row % SLAB);  // places are found here, not kept in registers: those that prepare have few
 #pragma unroll
     for (int part = 0; part < NUMBER_PARTS; part++) {
         const unsigned bits = __float_as_uint(delta);
@@ -128,14 +128,29 @@ __device__ __forceinline__ void store_record(unsigned char* first, int row, floa
     ((float*)(record + RECORD_PARTS))[column] = lse == -INFINITE ? INFINITE : lse * LOG2E;
 }
 
-// The factor of begin_with_minus: -1 for three of 16 rows, 0 for the others. first: a multiple of 4. It is computed anew each time, as registers are few.
-__device__ __forceinline__ void minus_one(unsigned (&factor)[4], int first)
-{
-    const unsigned pair = (once_more(threadIdx.x) ^ first / 2) % 4, word = pair == 0 ? 0xBF80BF80u : pair == 1 ? 0xBF80u : 0u;
+// The factor of begin_with_minus: -1 for three of 16 rows, 0 for the others. A lane has, in two words, two neighbouring rows of each eight: what it has
+// of the three if they are in its half of the eight, and which half that is, are kept. PAIRED: found out each time, as there is no register for them.
+struct MinusOne {
+    unsigned pair = 0, half = 0;
+    __device__ __forceinline__ MinusOne()
+    {
+        if constexpr (!PAIRED)
+            find(threadIdx.x);
+    }
+
+    __device__ __forceinline__ void find(unsigned thread) { pair = once_more(thread % 2 ? 0xBF80u : 0xBF80BF80u), half = once_more(thread / 2 % 2); }
+
+    // first: a multiple of 4.
+    __device__ __forceinline__ void factor(unsigned (&x)[4], int first)
+    {
+        if constexpr (PAIRED)
+            find(once_more(threadIdx.x));
+        const unsigned word = (int)half == first / 4 % 2 ? pair : 0u;
 #pragma unroll
-    for (int e = 0; e < 4; e++)
-        factor[e] = once_more(first / 8 == e / 2 ? word : 0u);
-}
+        for (int e = 0; e < 4; e++)
+            x[e] = once_more(first / 8 == e / 2 ? word : 0u);
+    }
+};
 
 // Which stage is next, and the parity of the phase that its barriers are in.
 template <int STAGES> struct Ring {

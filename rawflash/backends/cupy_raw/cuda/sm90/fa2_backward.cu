@@ -27,7 +27,8 @@
 // Both start from delta = rowsum(dO * O) - dlse (side_gradients.cu).
 
 // Fewest copies of upper halves between products: none or nearly none but for a band with deterministic sums
-#define UPPER_HALVES {0, 1, 1, BAND || BR == 128 ? 1 : 2}
+#define PLAIN (!BAND && BR == 64 && !PAIRED)
+#define UPPER_HALVES {0, !PLAIN, PAIRED ? 2 : 1, PAIRED ? 3 : PLAIN ? 2 : 1, PAIRED || PLAIN ? 2 : 1}
 #include "backward.cuh"
 
 constexpr int COMPUTING = 2, KEYS = BC / COMPUTING;  // warpgroups, and the keys of each
@@ -264,6 +265,7 @@ __device__ __forceinline__ void prepare_rows(const MappedCall& argument, unsigne
                 gamma[r] = 0.0f;
             }
             store_record(records_of_block(call, first_block(call, share.b, share.h, 0) + share.block), row, lse, gamma[r]);
+            __syncwarp();  // one row after the other
         }
         __syncwarp();
         if (lane == 0)
@@ -692,6 +694,7 @@ __device__ __forceinline__ void compute_all(const Call& call, const Work& work, 
         const LowerHalf dS_rows = moved(chip, AT_DS + (BY_KEYS ? mine * BR * SLAB_ROW : 0));
         const LowerHalf delta_across = moved(chip, AT_DELTA), dS_across = moved(keys_across, AT_DS + (BY_ROWS ? mine * BC * SLAB_ROW : 0));
 
+        MinusOne minus_one;
         Ring<STAGES> at;
         int h = work.h * (int)call.group, i0 = first_rows(work), steps = work.steps, taken = 0;
         const auto next_step = [&]() {
@@ -808,7 +811,7 @@ __device__ __forceinline__ void compute_all(const Call& call, const Work& work, 
             // dP^T = V dO^T - delta, 64 rows at a time
             unsigned minus[4];
             const auto begin_dP = [&](int r) {
-                minus_one(minus, rows_of_delta(r, stage));
+                minus_one.factor(minus, rows_of_delta(r, stage));
                 fence_products();
                 begin_with_minus(dP, minus, delta_across, rows_of_delta(r, stage));
 #pragma unroll
