@@ -542,6 +542,7 @@ def _wgmma_keys(problem: Problem, chip: Chip, d: int, dv: int, lag: int) -> Tile
         and max(problem.Tq, problem.Tk) <= WGMMA_STORED
     )
     resident = (
+        *((Tile("delta", 8, WGMMA_SLAB, 2),) if paired else ()),  # in three parts of 16 bits: rows of a slab
         Tile("K", bc, d, 2),
         Tile("V", bc, dv - WGMMA_SLAB * paired, 2),
         *((Tile("K there", bc, d, 2),) if paired else ()),
@@ -552,7 +553,7 @@ def _wgmma_keys(problem: Problem, chip: Chip, d: int, dv: int, lag: int) -> Tile
         *((Tile("O, dO ahead", 2 * br, WGMMA_SLAB, 2),) if fused and not paired else ()),
         *((Tile("dQ behind", 68, WGMMA_SLAB, 4),) if fused else ()),
         Tile("lse", stages * br, 1, 4),
-        Tile("delta", stages * br, 1, 4),
+        *(() if paired else (Tile("delta", stages * br, 1, 4),)),
         *((Tile("limits", 2 * bc, 4, 4),) if limits else ()),
         *((Tile("shares", 2, 8, 4),) if fused else ()),
         Tile("barriers", 6 + 3 * stages + 2 * fused + 4 * paired, 1, 8),

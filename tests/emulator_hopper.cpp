@@ -334,6 +334,7 @@ static void finish(const Store& x)
 struct Product {
     int n;
     bool a_transposed, b_transposed, a_in_registers, adds;
+    int minus_from;  // -1, or the first of three rows of B that it subtracts: of the others only what is not finite matters
     unsigned long long a, b;
     unsigned issued, settled;
     unsigned short A[64 * 16], B[16 * 256];
@@ -349,17 +350,30 @@ struct Warpgroup {
 static Warpgroup warpgroups_of[MOST_BLOCKS][MOST_THREADS / GROUP], *warpgroups = warpgroups_of[0], *warpgroups_there = warpgroups_of[1];
 inline Warpgroup& my_group() { return warpgroups[current / GROUP]; }
 
-static const unsigned char* piece_of_factor(unsigned address, const char* what)
+// comes: a copy to there is under way, and it does not matter which of both a product sees.
+static const unsigned char* piece_of_factor(unsigned address, const char* what, bool comes = false)
 {
     const unsigned at = swizzled(address) - FIRST_ADDRESS;
     if (address < FIRST_ADDRESS || at + 16 > shared_bytes)
         STOP("factor %s is outside of shared memory: address %u, %zu bytes from %u", what, address, shared_bytes, FIRST_ADDRESS);
-    check_visible(at, 16, what[0] == 'A' ? "factor A of a product" : "factor B of a product");
+    if (!comes)
+        check_visible(at, 16, what[0] == 'A' ? "factor A of a product" : "factor B of a product");
     return on_chip + at;
 }
 
+static bool is_coming(unsigned at)
+{
+    for (const Transfer& x : transfers)
+        if (x.to <= at && at < x.to + x.bytes)
+            return true;
+    return false;
+}
+
+static bool is_finite(unsigned short x) { return bfloat16_to_float(x) - bfloat16_to_float(x) == 0.0f; }
+
 // The 16-bit numbers of a factor: to[r * along_r + k * along_k] is that of row r (of A, column of B) and depth k.
-static void read_factor(unsigned long long x, bool transposed, int rows, const char* what, unsigned short* to, int along_r, int along_k)
+static void read_factor(unsigned long long x, bool transposed, int rows, const char* what, unsigned short* to, int along_r, int along_k,
+                        int minus_from = -1)
 {
     const unsigned start = (x & 0x3FFF) << 4, leading = (x >> 16 & 0x3FFF) << 4, stride = (x >> 32 & 0x3FFF) << 4;
     if (x >> 62 != 1 || x >> 49 & 7 || x & ~(0xC000000000000000ull | 0x3FFFull << 32 | 0x3FFFull << 16 | 0x3FFFull))
@@ -386,9 +400,14 @@ static void read_factor(unsigned long long x, bool transposed, int rows, const c
         STOP("factor %s begins %u bytes into a row of its slab, too far for %d columns", what, start % SLAB_BYTES, rows);
     for (int k = 0; k < 16; k++)
         for (int r = 0; r < rows; r += 8) {
-            memcpy(eight, piece_of_factor(start + r / 64 * leading + k / 8 * stride + k % 8 * SLAB_BYTES + r % 64 * 2, what), 16);
+            const bool matters = minus_from < 0 || (k >= minus_from && k < minus_from + 3);
+            const unsigned address = start + r / 64 * leading + k / 8 * stride + k % 8 * SLAB_BYTES + r % 64 * 2;
+            const bool comes = !matters && is_coming(swizzled(address) - FIRST_ADDRESS);
+            memcpy(eight, piece_of_factor(address, what, comes), 16);
+            if (comes)
+                memset(eight, 0, 16);
             for (int n = 0; n < 8; n++)
-                to[(r + n) * along_r + k * along_k] = eight[n];
+                to[(r + n) * along_r + k * along_k] = matters || !is_finite(eight[n]) ? eight[n] : 0;
         }
 }
 
@@ -396,10 +415,10 @@ static void read_factors(const Product& x, unsigned short* A, unsigned short* B)
 {
     if (!x.a_in_registers)
         read_factor(x.a, x.a_transposed, 64, "A", A, 16, 1);
-    read_factor(x.b, x.b_transposed, x.n, "B", B, 1, x.n);
+    read_factor(x.b, x.b_transposed, x.n, "B", B, 1, x.n, x.minus_from);
 }
 
-inline float wide(unsigned x) { return bfloat16 ? bfloat16_to_float(x) : float16_to_float(x); }
+inline float wide(unsigned x, const Product& product) { return bfloat16 || product.minus_from >= 0 ? bfloat16_to_float(x) : float16_to_float(x); }
 
 static void sum_products(const float* A, const float* B, int n, double* sum)
 {
@@ -418,15 +437,19 @@ static void compute(Product& x, Thread* thread)
         STOP("a factor in shared memory changed while its product was under way");
     static float A[64 * 16], B[16 * 256];
     for (int n = 0; n < 16 * x.n; n++)
-        B[n] = wide(B16[n]);
+        B[n] = wide(B16[n], x);
     if (x.a_in_registers)
         for (unsigned n = 0; n < GROUP; n++)
             for (unsigned r = 0; r < 4; r++)
                 for (unsigned half = 0; half < 2; half++)
-                    A[(n / 32 * 16 + n % 32 / 4 + 8 * (r % 2)) * 16 + 2 * (n % 4) + 8 * (r / 2) + half] = wide(x.factor[n][r] >> 16 * half & 0xFFFF);
+                    A[(n / 32 * 16 + n % 32 / 4 + 8 * (r % 2)) * 16 + 2 * (n % 4) + 8 * (r / 2) + half] = wide(x.factor[n][r] >> 16 * half & 0xFFFF, x);
     else
         for (int n = 0; n < 64 * 16; n++)
-            A[n] = wide(A16[n]);
+            A[n] = wide(A16[n], x);
+    if (x.minus_from >= 0)
+        for (int n = 0; n < 64 * 16; n++)
+            if (A[n] != (n % 16 >= x.minus_from && n % 16 < x.minus_from + 3 ? -1.0f : 0.0f))
+                STOP("row %d of the factor that subtracts has %g for row %d", n / 16, A[n], n % 16);
     for (int r = 0; r < 64; r++) {
         double sum[256] = {};
         sum_products(A + 16 * r, B, x.n, sum);
@@ -493,7 +516,8 @@ static void check_untouched(const Sum& x)
             STOP("sum %d of %d was written while products into it were under way", n, x.count);
 }
 
-void multiply(float* sum, int n, const unsigned* registers, unsigned long long a, bool a_transposed, unsigned long long b, bool b_transposed, bool adds)
+void multiply(float* sum, int n, const unsigned* registers, unsigned long long a, bool a_transposed, unsigned long long b, bool b_transposed, bool adds,
+              int minus_from)
 {
     Thread& my = me();
     Warpgroup& group = my_group();
@@ -506,12 +530,12 @@ void multiply(float* sum, int n, const unsigned* registers, unsigned long long a
         publish_mine();
         auto made = std::make_unique<Product>();
         made->n = n, made->a = a, made->b = b, made->a_transposed = a_transposed, made->b_transposed = b_transposed;
-        made->a_in_registers = registers != nullptr, made->adds = adds, made->issued = made->settled = 0;
+        made->a_in_registers = registers != nullptr, made->adds = adds, made->minus_from = minus_from, made->issued = made->settled = 0;
         read_factors(*made, made->A, made->B);
         group.products.push_back(std::move(made));
     }
     Product& x = *group.products[number - group.first];
-    if (x.n != n || x.a != a || x.b != b || x.a_transposed != a_transposed || x.b_transposed != b_transposed || x.adds != adds ||
+    if (x.n != n || x.a != a || x.b != b || x.a_transposed != a_transposed || x.b_transposed != b_transposed || x.adds != adds || x.minus_from != minus_from ||
         x.a_in_registers != (registers != nullptr))
         STOP("threads of a warpgroup disagree on their product number %u: N %d and %d, factor A %016llx and %016llx, B %016llx and %016llx, adds %d and %d",
              number, x.n, n, x.a, a, x.b, b, x.adds, adds);

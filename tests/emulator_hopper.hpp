@@ -18,7 +18,7 @@ void change_registers(int count, bool more);
 void await_stores_read(size_t pending);
 void await_stores(size_t pending);
 void await_products(unsigned pending);
-void multiply(float* sum, int n, const unsigned* registers, unsigned long long a, bool a_transposed, unsigned long long b, bool b_transposed, bool adds);
+void multiply(float* sum, int n, const unsigned* registers, unsigned long long a, bool a_transposed, unsigned long long b, bool b_transposed, bool adds, int minus_from = -1);
 void store_matrices(void* row, const unsigned (&x)[4], bool transposed);
 }
 
@@ -96,6 +96,11 @@ inline void multiply_rs(float (&sum)[N / 2], const unsigned (&a)[4], unsigned lo
 {
     static_assert(IS_WIDTH<N>, "hopper.cuh has no products of this width");
     emulated::multiply(sum, N, a, 0, false, b, TRANSPOSED_B, adds);
+}
+
+inline void begin_with_minus(float (&sum)[32], const unsigned (&minus)[4], unsigned long long slab, int first)
+{
+    emulated::multiply(sum, 64, minus, 0, false, slab, true, false, first);
 }
 
 template <bool TRANSPOSED> inline void store_matrices(void* row, unsigned x0, unsigned x1, unsigned x2, unsigned x3)

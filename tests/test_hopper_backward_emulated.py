@@ -500,6 +500,7 @@ PAIRED = {
     "heads": dict(B=1, Hq=5, Tq=256, Tk=256),
     "groups": dict(B=2, Hq=4, Hkv=2, Tq=128, Tk=256),
     "more rows than keys": dict(B=1, Hq=3, Hkv=1, Tq=384, Tk=256),
+    "rows and keys that do not exist": dict(B=1, Hq=2, Tq=100, Tk=220),
 }
 PAIRED = {name: options | {"d": 128} for name, options in PAIRED.items()}
 
@@ -510,6 +511,21 @@ def test_pairs_of_blocks(name, dtype, device, paired, taken, zeros):
     case = prepared(PAIRED[name], dtype)
     check(case, case.reference())
     assert taken == ["fa2_backward_keys"] and zeros[0][0]["PAIRED"] == 1
+
+
+def test_pairs_of_blocks_and_a_row_of_nan(device_by_name, paired, taken, zeros):
+    """What a NaN in dO of a row makes of delta stays in that row: zeros of a product meet delta of others."""
+    check_a_row_of_nan(zeros)
+
+
+def check_a_row_of_nan(zeros):
+    case = prepared(PAIRED["two steps"], "bfloat16")
+    case.dout[..., 70, 3] = np.nan
+    moved = on_device(case, False)
+    dq, dk, dv = (np.asarray(x).astype(np.float32) for x in moved.backward(*moved.forward())[:3])
+    assert zeros[0][0]["PAIRED"] == 1
+    assert np.isnan(dq[..., 70, :]).all() and np.isfinite(np.delete(dq, 70, axis=-2)).all()
+    assert np.isnan(dk).all() and np.isnan(dv[..., 3]).all()
 
 
 def test_pairs_of_blocks_without_dlse(device_by_name, paired, taken, zeros):
@@ -719,7 +735,7 @@ BROKEN_FUSED = {
     "": ("causal", "", ""),
     "sums are not cleared": ("plain", "sums[x] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);", ""),
     "O is taken for dO": ("plain, d = 128", "load_shared(at + PREPARED_BYTES / 2)", "load_shared(at)"),
-    "O and dO are awaited by nobody": ("plain, d = 128", "await(barrier, parity);\n            // Each", "// Each"),
+    "O and dO are awaited by nobody": ("plain, d = 128", "await(barrier, PAIRED ? slab : parity);", ""),
     "delta begins anew with each slab": (
         "plain, d = 128", "slab < SLABS; slab++, parity ^= 1)", "slab < SLABS; slab++, parity ^= 1, gamma[0] = 0)"),
     "dlse is left out": ("plain", "gamma[r] -= *row_of(call.dlse", "gamma[r] -= 0.0f * *row_of(call.dlse"),
@@ -780,7 +796,25 @@ BROKEN_PAIRED = {
     "dQ is added to the other's": ("(PAIRED ? rank_in_cluster() : 0);", "(PAIRED ? rank_in_cluster() ^ 1 : 0);"),
     "dK comes where K is still read": (
         "else\n            all_meet();\n    } else {", "else\n            ;\n    } else {"),
+    "delta has one part alone, thrice": ("rest -= __uint_as_float(bits & 0xFFFF0000u);", ""),
+    "delta is the other stage's": ("minus_one(minus, rows_of_delta(stage));", "minus_one(minus, rows_of_delta(!stage));"),
+    "halves of rows are as in the first stage": ("copy_bulk(rows + (n ^ 1) *", "copy_bulk(rows + n *"),
+    "lse is in other units": ("lse * LOG2E;", "lse;"),
+    "lse is the other stage's": ("on_chip + AT_LSE + stage * BR * 4, record", "on_chip + AT_LSE + !stage * BR * 4, record"),
+    "lse and delta are not expected": ("BR * TO_V * 2 + PAIRED * RECORD_BYTES", "BR * TO_V * 2"),
+    "records of other rows": ("h, 0) + i0 / BR), on_chip,", "h, 0) + (i0 / BR ^ 1)), on_chip,"),
+    "rows that nobody writes are left": (
+        "((uint4*)(on_chip + AT_DELTA))[threadIdx.x - WARPGROUP] = make_uint4(0, 0, 0, 0);", ""),
+    "rows of zeros are not fenced": (
+        "[threadIdx.x - WARPGROUP] = make_uint4(0, 0, 0, 0);\n        fence_shared();",
+        "[threadIdx.x - WARPGROUP] = make_uint4(0, 0, 0, 0);"),
 }  # fmt: skip
+
+
+def test_a_row_of_nan_that_is_not_kept_apart_is_caught(device_by_name, paired, zeros, monkeypatch):
+    break_backward(monkeypatch, "const bool finite = fabsf(delta) < INFINITE;", "const bool finite = true;")
+    with pytest.raises(AssertionError):
+        check_a_row_of_nan(zeros)
 
 
 @pytest.mark.parametrize("name", BROKEN_PAIRED)

@@ -20,6 +20,7 @@ WIDE_THREADS = 512  # one that copies, three that compute
 SECTION_BYTES = 32 << 20  # of L2, for the heads whose keys are taken in turn
 SECTION_STORED = 16 << 20  # the same where the first dQ is stored
 COUNTERS = 64  # a multiple of so many lies before dQ's sums
+RECORD_NUMBERS = 160  # of float32 in a record of lse and delta of a block of rows
 FINISHED_ROWS = 64  # of dQ, which a warp writes at once
 DETERMINISTIC_MORE = 4  # times that
 PATCH_ROWS, PATCH_COLUMNS, WARP = 16, 8, 32  # of dQ in mma/split_backward.cu, each added by a warp
@@ -78,7 +79,8 @@ def _wgmma(problem: Problem, tiles: Tiles, x: Operands, grads: dict[str, Target]
     blocks = heads * (rows // tiles.br + problem.B if problem.varlen else query_blocks)
     numbers = tiles.br * columns
     schedule = _schedule(problem, tiles, key_blocks)
-    schedule["share"] = blocks * numbers
+    paired = constants.get("PAIRED", 0)
+    schedule["share"] = blocks * (numbers + RECORD_NUMBERS * paired)
     kernels = launcher(file, problem, tiles, x, written, boxes, **schedule)
     # Query heads whose rows kernels of their own prepare, and finish
     first, last = (schedule[name] // key_blocks * problem.group for name in ("ahead", "behind"))
@@ -86,18 +88,20 @@ def _wgmma(problem: Problem, tiles: Tiles, x: Operands, grads: dict[str, Target]
     # Before the sums what is counted: if deterministic, whose turn it is at each block; with a lag, for each key head
     # the blocks of threads that have prepared rows, and those that have added all of theirs; where the first one stores
     # its dQ, for each head those that have; where blocks of keys are divided, for each the shares that are there.
-    # Behind them these shares of dK and dV.
+    # Behind the sums, in pairs, a record of lse and delta for each block of rows, and these shares of dK and dV.
     stores = constants.get("STORES", 0)
     counters = blocks * problem.deterministic + problem.B * (2 * problem.Hkv * bool(tiles.lag) + problem.Hq * stores)
     counters += tiles.divided.halved + tiles.divided.others
     counters = blocks_of(counters, COUNTERS) * COUNTERS
     shares = tiles.divided.threads
-    dQ = kernels.workspace(counters + blocks * numbers + shares * tiles.bc * (columns + to_v))
+    dQ = kernels.workspace(counters + schedule["share"] + shares * tiles.bc * (columns + to_v))
     cleared = query_blocks * first if tiles.lag else blocks
     if stores:  # but for rows that see no key, which none stores
         cleared = blocks if x.offset_given or problem.Tq > problem.Tk else 0
     dQ.data.memset_async(0, 4 * (counters + numbers * cleared))
     call = _call(kernels, problem, x, grads, delta, dQ, key_blocks, counters)
+    if paired:
+        kernels.run("fa2_backward_rows", query_blocks * first, call)
     if problem.varlen:
         kernels.run_over("clear_gradients", max(heads * rows, x.k.shape[1] * x.k.shape[2]), call)
     blocks = key_blocks * problem.Hkv * problem.B + tiles.divided.more

@@ -13,27 +13,29 @@
 // On chip:  K (Bc, d), V (Bc, dv), STAGES of Q (Br, d) and dO (Br, dv), two dS (Bc, Br) in 16 bits; dQ (Br, d) or none; lse and delta (Br), barriers;
 //           in registers S (Bc, Br), dP (Bc, 64), dK (Bc, d), dV (Bc, dv), dQ (Br, d), of V (Bc, 16 V_HELD), of K (16 K_HELD, d).
 //           PAIRED: K of the other block of threads (Bc, d), dS of both; dS to be sent lies where half of dQ comes; no columns of V that are in
-//           registers.
+//           registers; delta in rows of a slab (8, 64).
 //           FUSED: 64 columns of O and dO (Br, 64) of rows to be prepared, sums of dQ (64, 64) to be finished, and which rows these are. A band:
 //           which rows see a lane's keys, where V was that is in registers, or, APART, in a place of its own.
 // In device memory: sums of dQ; counters, 0 before: of heads' blocks of threads that have prepared and that have added (FUSED), and of those that have
-//           stored (STORES), of blocks of rows (DETERMINISTIC), of shares that are there (DIVIDED); shares of dK and dV (DIVIDED).
+//           stored (STORES), of blocks of rows (DETERMINISTIC), of shares that are there (DIVIDED); shares of dK and dV (DIVIDED); records
+//           of lse and delta (PAIRED).
 //
 // fa2_backward_finish: dQ = scale * those sums, row by row. FUSED: for the last heads only; of the others it is the work of a warp of later blocks of
-// threads, and what row_deltas does (side_gradients.cu), that of a warp of earlier ones.
+// threads, and what row_deltas does (side_gradients.cu), that of a warp of earlier ones. PAIRED: that warp writes records of lse and delta, and of the
+// first heads fa2_backward_rows does.
 //
 // Scores are plain ones: what hides keys is a band, and lengths. Rows and keys past the lengths are zeros on chip, so that products with
 // them are, too: of such a row, lse is +infinity, hence P = 0; such a key is hidden as a band hides others, in float16 it has an exponent of -infinity.
 // Both start from delta = rowsum(dO * O) - dlse (side_gradients.cu).
 
-// Fewest copies of upper halves between products: none or nearly none but for a band with deterministic sums
-#define UPPER_HALVES {0, 1, 1, BAND || BR == 128 ? 1 : 2}
+// Fewest copies of upper halves between products: none or nearly none
+#define UPPER_HALVES {0, 1, PAIRED ? 2 : 1, PAIRED ? 3 : BR == 128 || BAND && !STORES && !DETERMINISTIC ? 1 : 2, 2}
 #include "backward.cuh"
 
 constexpr int COMPUTING = 2, KEYS = BC / COMPUTING;  // warpgroups, and the keys of each
 constexpr int KEYS_THREADS = (1 + COMPUTING + APART) * WARPGROUP;
 constexpr int STAGES = BR == 64 && !FUSED ? 3 : 2, S_STAGES = 2;  // of Q and dO on chip; of dS
-constexpr int COPYING = FUSED ? 32 : 64;                // threads that copy; one of the next warp may add to dQ's sums
+constexpr int COPYING = PAIRED ? 1 : FUSED ? 32 : 64;   // threads that copy; one of the next warp may add to dQ's sums
 constexpr int PART = 64, PARTS = BR / PART;             // rows that dP has at a time
 static_assert(KEYS == 64 && BR % SLAB == 0, "what products can do");
 
@@ -43,8 +45,9 @@ static_assert(KEYS == 64 && BR % SLAB == 0, "what products can do");
 constexpr int V_HELD = APART ? STORES ? 1 : 3 : BR == 128 ? TO_V / SUM : 4;
 constexpr bool LIMITS_ON_CHIP = BAND && (BR == 64 || APART);
 constexpr bool ROWS_FIRST = BR == 64;  // lse is read before S is there, delta before the first of it is needed: faster there, slower elsewhere
-// Where warpgroups do not wait for each other, dP begins with -delta instead of 0, so that its rows are read before products begin, not behind them.
-constexpr bool DELTA_FIRST = APART;
+// dP begins with -delta instead of 0: APART, where warpgroups do not wait for each other, so that its rows are read before products begin, not behind
+// them; PAIRED it is a product of 16 more (begin_with_minus), whose rows copies bring, so that nobody reads them.
+constexpr bool DELTA_FIRST = APART || PAIRED;
 constexpr bool SKIPS = BAND && BR == 64;  // products between rows and keys none of which they see
 constexpr int K_HELD = 5;  // the same of K^T, where a warpgroup computes dQ^T = K^T dS^T
 static_assert(V_HELD <= TO_V / SUM && (!LIMITS_ON_CHIP || APART || V_HELD >= SLAB / SUM), "a slab");
@@ -58,7 +61,7 @@ constexpr int PATCHES = BR * TO_D / PATCH;      // in a block of rows
 // The order of the sums is kept by one thread only.
 static_assert(!APART || BY_ROWS && !DETERMINISTIC, "a warpgroup of its own computes dQ");
 static_assert(!DIVIDED || FUSED && !BAND, "the last blocks of keys have as many rows as others");
-static_assert(!ROWS_FIRST || !DELTA_FIRST, "rows are read once");
+static_assert(!ROWS_FIRST || !APART, "rows are read once");
 static_assert(!STORES || BAND && !DETERMINISTIC && !PACKED && (BY_COLUMNS || BY_ROWS), "the last keys that rows see come first");
 
 // dS is on chip with the rows of Q, each warpgroup's keys in a slab of their own; otherwise dS^T, with the keys'.
@@ -70,16 +73,19 @@ constexpr int DV_FIRST = BR == 64 && !PAIRED ? PART / SUM / 2 : PART / SUM, DK_F
 // FUSED, on chip for two warps: a slab of O and of dO; a patch of dQ's sums, which in 16 bits begins a little before it.
 constexpr int PREPARED_BYTES = 2 * BR * SLAB_ROW, FINISHED_BEFORE = SLAB_ALIGNMENT;
 
+// PAIRED: three rows of a slab for each stage, the others are 0. Of the 16 rows of a product the second eight, which meet zeros, are those of K.
+constexpr int DELTA_BYTES = PAIRED ? 8 * SLAB_ROW : STAGES * BR * 4;
+
 // Where things are on chip, in bytes.
-constexpr int AT_K = 0, AT_V = AT_K + BC * TO_D * 2;
+constexpr int AT_K = PAIRED * DELTA_BYTES, AT_V = AT_K + BC * TO_D * 2;
 constexpr int AT_K_THERE = AT_V + BC * (TO_V - PAIRED * SLAB) * 2;  // PAIRED: K of the other block of threads; the first slab of V is not kept
 constexpr int AT_Q = AT_K_THERE + PAIRED * BC * TO_D * 2, AT_DO = AT_Q + STAGES * BR * TO_D * 2;
 constexpr int AT_DS = AT_DO + STAGES * BR * TO_V * 2, AT_DQ = AT_DS + S_STAGES * BC * BR * 2;
 constexpr int AT_DS_CAME = AT_DS + BC * BR * 2, AT_DS_SENT = AT_DQ;  // PAIRED: from the other block of threads, for it
 constexpr int AT_PREPARED = AT_DQ + (APART ? 0 : COMPUTING * PATCH * 4);
 constexpr int AT_FINISHED = AT_PREPARED + (FUSED && !PAIRED) * PREPARED_BYTES;  // PAIRED: one warp prepares, then finishes, in one place
-constexpr int AT_LSE = AT_FINISHED + FUSED * (FINISHED_BEFORE + PATCH * 4), AT_DELTA = AT_LSE + STAGES * BR * 4;
-constexpr int AT_LIMITS = AT_DELTA + STAGES * BR * 4, LIMITS = BAND && APART ? COMPUTING * WARPGROUP * VECTOR_BYTES : 0;
+constexpr int AT_LSE = AT_FINISHED + FUSED * (FINISHED_BEFORE + PATCH * 4), AT_LSE_END = AT_LSE + STAGES * BR * 4;
+constexpr int AT_DELTA = PAIRED ? 0 : AT_LSE_END, AT_LIMITS = AT_LSE_END + !PAIRED * DELTA_BYTES, LIMITS = BAND && APART ? COMPUTING * WARPGROUP * VECTOR_BYTES : 0;
 constexpr int AT_SHARES = AT_LIMITS + LIMITS, AT_BARRIERS = AT_SHARES + FUSED * 64;
 constexpr int K_THERE = 0, V_THERE = 1, Q_THERE = 2, O_THERE = Q_THERE + STAGES, READ = O_THERE + STAGES;
 constexpr int DQ_THERE = READ + STAGES, DQ_READ = DQ_THERE + COMPUTING;  // of each warpgroup's part
@@ -210,6 +216,7 @@ __device__ __forceinline__ void prepare_rows(const MappedCall& argument, unsigne
     unsigned char* const place = on_chip + AT_PREPARED;
     volatile Share& share = ((Share*)(on_chip + AT_SHARES))[0];
     const int lane = threadIdx.x % WARP_LANES;
+    const auto lane_again = [&]() -> int { return PAIRED ? once_more(threadIdx.x) % WARP_LANES : lane; };  // PAIRED: no register for it
     if (lane == 0)
         find_share(call, index, share);
     __syncwarp();
@@ -226,11 +233,11 @@ __device__ __forceinline__ void prepare_rows(const MappedCall& argument, unsigne
                 copy_box(place + PREPARED_BYTES / 2, argument.map[MAP_DO], barrier, slab * SLAB, block * BR, h, b);
             }
             constexpr int VECTORS = BR * TO_D / LANE_NUMBERS / SLABS;
-            float4* const sums = (float4*)sums_of_block(call, first_block(call, b, h, 0) + block) + slab * VECTORS + lane;
+            float4* const sums = (float4*)sums_of_block(call, first_block(call, b, h, 0) + block) + slab * VECTORS + lane_again();
 #pragma unroll 4
             for (int x = 0; x < (STORES ? 0 : VECTORS); x += WARP_LANES)
                 sums[x] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-            await(barrier, parity);
+            await(barrier, PAIRED ? slab : parity);  // PAIRED: of two slabs
             // Each lane some rows, of which it reads other columns than its neighbours: those are in other banks
             const unsigned thread = once_more(threadIdx.x), turned = thread % 8 * VECTOR_BYTES;
             const unsigned from = shared_address(place) + thread % WARP_LANES * SLAB_ROW;
@@ -251,10 +258,16 @@ __device__ __forceinline__ void prepare_rows(const MappedCall& argument, unsigne
         }
 #pragma unroll
         for (int r = 0; r < LANE_ROWS; r++) {
-            const int i = share.block * BR + r * WARP_LANES + lane;
-            if (i < (int)call.Tq) {
-                if constexpr (DLSE)
-                    gamma[r] -= *row_of(call.dlse, share.b, share.h, i);
+            const int row = r * WARP_LANES + lane_again(), i = share.block * BR + row;
+            const bool exists = i < (int)call.Tq;
+            if (DLSE && exists)
+                gamma[r] -= *row_of(call.dlse, share.b, share.h, i);
+            if constexpr (PAIRED) {
+                const unsigned blocks = (once_more((unsigned)call.Tq) + BR - 1) / BR;
+                store_record(record_of_block(call, (share.b * (unsigned)call.Hq + share.h) * blocks + share.block), row,
+                             exists ? *row_of(call.lse, share.b, share.h, i) : -INFINITE, exists ? gamma[r] : 0.0f);
+                __syncwarp();  // one row after the other, as registers are few
+            } else if (exists) {
                 *row_of(call.delta, share.b, share.h, i) = gamma[r];
             }
         }
@@ -324,13 +337,31 @@ __device__ __forceinline__ void finish_rows(const MappedCall& argument, unsigned
 
 // ---- the warps that copy ---------------------------------------------------------------------------------------------------
 
+// Where delta of a stage has its rows.
+__device__ __forceinline__ int rows_of_delta(int stage) { return 4 * stage; }
+
+// PAIRED: delta and lse of a block of rows.
+__device__ __forceinline__ void copy_record(const unsigned char* record, unsigned char* on_chip, int stage, Barrier* barrier)
+{
+    unsigned char* const rows = on_chip + AT_DELTA + rows_of_delta(stage) * SLAB_ROW;
+    if (stage == 0) {
+        copy_bulk(rows, record, barrier, RECORD_PARTS);
+    } else {  // in rows 4 to 6 of a slab halves of rows are where they are not in rows 0 to 2
+#pragma unroll
+        for (int n = 0; n < 2 * NUMBER_PARTS; n++)
+            copy_bulk(rows + (n ^ 1) * (SLAB_ROW / 2), record + n * (SLAB_ROW / 2), barrier, SLAB_ROW / 2);
+    }
+    copy_bulk(on_chip + AT_LSE + stage * BR * 4, record + RECORD_PARTS, barrier, RECORD_LSE);
+}
+
 __device__ __forceinline__ void copy_all(const MappedCall& argument, const Work& work, unsigned char* on_chip, Barrier* barriers)
 {
     const Call& call = argument.call;
     const int thread = threadIdx.x;
-    const long long slot = PAIRED ? (unsigned)work.slot : work.slot;  // whose upper half takes no register then
     if constexpr (FUSED)
         await_prepared(call, work);
+    if constexpr (PAIRED)
+        fence_device();
     Ring<STAGES> to;
     int h = work.h * (int)call.group, i0 = first_rows(work);
     for (int steps = work.steps; steps > 0; steps--) {
@@ -342,23 +373,25 @@ __device__ __forceinline__ void copy_all(const MappedCall& argument, const Work&
         if (thread == 0) {
             arrive_expecting(q_there, BR * TO_D * 2);
             copy_slabs<BR, TO_D>(on_chip + AT_Q + to.stage * BR * TO_D * 2, argument.map[MAP_Q], q_there, work.q_start + i0, h, work.slot);
-            arrive_expecting(o_there, BR * TO_V * 2);
+            arrive_expecting(o_there, BR * TO_V * 2 + PAIRED * RECORD_BYTES);
             copy_slabs<BR, TO_V>(on_chip + AT_DO + to.stage * BR * TO_V * 2, argument.map[MAP_DO], o_there, work.q_start + i0, h, work.slot);
+            if constexpr (PAIRED)
+                copy_record(record_of_block(call, first_block(call, work.b, h, 0) + i0 / BR), on_chip, to.stage, o_there);
         }
 
         // lse in units of exp2, and delta. A row that sees nothing has P = 0, and one that does not exist. All rows of a thread are asked for before
         // any is awaited, but for packed sequences, whose places take the registers for it.
         constexpr int LOADS = PACKED ? 1 : BR / COPYING;
 #pragma unroll
-        for (int from = 0; from < BR; from += LOADS * COPYING) {
+        for (int from = 0; from < (PAIRED ? 0 : BR); from += LOADS * COPYING) {
             float lse[LOADS], delta[LOADS];
 #pragma unroll
             for (int n = 0; n < LOADS; n++) {
                 const int i = i0 + from + n * COPYING + thread;
                 lse[n] = -INFINITE, delta[n] = 0.0f;
                 if (i < work.q_length) {
-                    lse[n] = *row_of(call.lse, slot, h, work.q_start + i);
-                    delta[n] = *row_of(call.delta, slot, h, work.q_start + i);
+                    lse[n] = *row_of(call.lse, work.slot, h, work.q_start + i);
+                    delta[n] = *row_of(call.delta, work.slot, h, work.q_start + i);
                 }
             }
 #pragma unroll
@@ -368,7 +401,8 @@ __device__ __forceinline__ void copy_all(const MappedCall& argument, const Work&
                 ((float*)(on_chip + AT_DELTA))[at] = DELTA_FIRST ? -delta[n] : delta[n];
             }
         }
-        arrive(o_there);
+        if constexpr (!PAIRED)
+            arrive(o_there);
 
         to.next();
         if (PAIRED && steps % 2 == 0) {
@@ -691,7 +725,7 @@ __device__ __forceinline__ void compute_all(const Call& call, const Work& work, 
         const LowerHalf K_there_across = moved(K_across, AT_K_THERE - AT_K);
         const LowerHalf Q = moved(chip, AT_Q), Q_across = moved(rows_across, AT_Q), dO = moved(chip, AT_DO), dO_across = moved(rows_across, AT_DO);
         const LowerHalf dS_rows = moved(chip, AT_DS + (BY_KEYS ? mine * BR * SLAB_ROW : 0));
-        const LowerHalf dS_across = moved(keys_across, AT_DS + (BY_ROWS ? mine * BC * SLAB_ROW : 0));
+        const LowerHalf delta_across = moved(chip, AT_DELTA), dS_across = moved(keys_across, AT_DS + (BY_ROWS ? mine * BC * SLAB_ROW : 0));
 
         Ring<STAGES> at;
         int h = work.h * (int)call.group, i0 = first_rows(work), steps = work.steps, taken = 0;
@@ -808,7 +842,7 @@ __device__ __forceinline__ void compute_all(const Call& call, const Work& work, 
 
             if (!PAIRED || given)
                 await(barriers + Q_THERE + stage, at.parity);
-            if constexpr (DELTA_FIRST) {
+            if constexpr (APART) {
                 await(barriers + O_THERE + stage, at.parity);
                 set_dP(0);
             }
@@ -821,8 +855,13 @@ __device__ __forceinline__ void compute_all(const Call& call, const Work& work, 
                 begin_S(S, of_q);
 
             // dP^T = V dO^T, or V dO^T - delta, 64 rows at a time
+            [[maybe_unused]] unsigned minus[4];
             const auto begin_dP = [&](int r) {
+                if constexpr (PAIRED)
+                    minus_one(minus, rows_of_delta(stage));
                 fence_products();
+                if constexpr (PAIRED)
+                    begin_with_minus(dP, minus, delta_across, rows_of_delta(stage));
 #pragma unroll
                 for (int n = 0; n < TO_V / SUM; n++) {
                     const LowerHalf rows = moved(dO, r * PART * SLAB_ROW + column_step<BR>(n)) + of_o;
@@ -833,7 +872,7 @@ __device__ __forceinline__ void compute_all(const Call& call, const Work& work, 
                 }
                 commit_products();
             };
-            if constexpr (!DELTA_FIRST)
+            if constexpr (!APART)
                 await(barriers + O_THERE + stage, at.parity);
             if (rows_end) {
                 clear_rows<BR, TO_V, COMPUTING * WARPGROUP>(on_chip + AT_DO + stage * BR * TO_V * 2, q_length - i0, threadIdx.x - WARPGROUP);
@@ -909,7 +948,7 @@ __device__ __forceinline__ void compute_all(const Call& call, const Work& work, 
                 if constexpr (PAIRED)
                     await(barriers + DQ_READ + !given, at.parity ^ 1);
                 await_products<0>();  // dP
-                if constexpr (ROWS_FIRST)
+                if constexpr (ROWS_FIRST && !DELTA_FIRST)
                     read_rows(rows_delta, delta);
 #pragma unroll
                 for (int n = 0; n < PART / 2; n++)
@@ -926,7 +965,7 @@ __device__ __forceinline__ void compute_all(const Call& call, const Work& work, 
                         store_factor<BC>(tile, first_key, row, dS[row]);
                 }
 
-                if (DELTA_FIRST && r + 1 < PARTS)
+                if (APART && r + 1 < PARTS)
                     set_dP(r + 1);
 
                 // dV += P^T dO; APART: and dK += dS^T Q
@@ -1104,7 +1143,7 @@ extern "C" __global__ void __launch_bounds__(KEYS_THREADS, 1) CLUSTER fa2_backwa
         }
         for (int n = 0; n < STAGES; n++) {
             init_barrier(barriers + Q_THERE + n, 1);
-            init_barrier(barriers + O_THERE + n, 1 + COPYING);  // who begins the copy of dO, and those that wrote lse and delta
+            init_barrier(barriers + O_THERE + n, 1 + !PAIRED * COPYING);  // who begins the copy of dO, and those that wrote lse and delta
             init_barrier(barriers + READ + n, COMPUTING * WARPS * ARRIVALS);
         }
         for (int n = 0; n < COMPUTING; n++) {
@@ -1112,6 +1151,9 @@ extern "C" __global__ void __launch_bounds__(KEYS_THREADS, 1) CLUSTER fa2_backwa
             init_barrier(barriers + DQ_READ + n, APART ? WARPS * ARRIVALS : 1);
         }
         fence_barriers();
+        fence_shared();
+    } else if (PAIRED && threadIdx.x >= WARPGROUP && threadIdx.x < WARPGROUP + DELTA_BYTES / VECTOR_BYTES) {  // rows that nobody writes
+        ((uint4*)(on_chip + AT_DELTA))[threadIdx.x - WARPGROUP] = make_uint4(0, 0, 0, 0);
         fence_shared();
     }
     const Work work = work_of(call);
@@ -1126,7 +1168,7 @@ extern "C" __global__ void __launch_bounds__(KEYS_THREADS, 1) CLUSTER fa2_backwa
         give_registers<COPYING_REGISTERS>();
         if (threadIdx.x < COPYING && work.steps > 0)
             copy_all(argument, work, on_chip, barriers);
-        else if (!APART && threadIdx.x == COPYING && (FUSED || work.steps > 0))
+        else if (!APART && threadIdx.x == (COPYING > WARP_LANES ? COPYING : WARP_LANES) && (FUSED || work.steps > 0))
             add_all(call, work, on_chip, barriers);
         if constexpr (FUSED) {
             // For as many blocks of threads as there are blocks of keys, if there are more
@@ -1156,6 +1198,21 @@ extern "C" __global__ void __launch_bounds__(KEYS_THREADS, 1) CLUSTER fa2_backwa
         compute_all(call, work, on_chip, barriers);
     }
 }
+
+#if PAIRED
+// Records of the first heads' rows, which no block of threads prepares: their delta is there (side_gradients.cu).
+extern "C" __global__ void __launch_bounds__(THREADS) fa2_backward_rows(const __grid_constant__ Call call)
+{
+    const unsigned blocks = (unsigned)blocks_of_head(call), block = blockIdx.x % blocks, bh = blockIdx.x / blocks, row = threadIdx.x;
+    const unsigned b = bh / (unsigned)call.Hq, h = bh % (unsigned)call.Hq;
+    const long long i = (long long)block * BR + row;
+    if (row >= BR)
+        return;
+    const bool exists = i < call.Tq;
+    store_record(record_of_block(call, first_block(call, b, h, 0) + block), row, exists ? *row_of(call.lse, b, h, i) : -INFINITE,
+                 exists ? *row_of(call.delta, b, h, i) : 0.0f);
+}
+#endif
 
 // dQ = scale * sums, in the dtype of q. Rows of padding hold 0.
 extern "C" __global__ void __launch_bounds__(THREADS) fa2_backward_finish(const __grid_constant__ Call call)

@@ -269,7 +269,7 @@ __device__ __forceinline__ unsigned long long moved(unsigned long long factor, i
 #ifndef UPPER_HALVES
 #define UPPER_HALVES {0, 1, 1, 2}
 #endif
-enum { FIRST_FACTOR, SECOND_FACTOR, BESIDE_REGISTERS, ACROSS_BESIDE_REGISTERS };
+enum { FIRST_FACTOR, SECOND_FACTOR, BESIDE_REGISTERS, ACROSS_BESIDE_REGISTERS, ROWS_TO_SUBTRACT };
 template <int FACTOR> __device__ __forceinline__ unsigned unknown_one()
 {
     constexpr int WHICH[] = UPPER_HALVES;
@@ -339,6 +339,21 @@ template <int N, bool TRANSPOSED_B = false>
 __device__ __forceinline__ void multiply_rs(float (&sum)[N / 2], const unsigned (&a)[4], LowerHalf b, bool adds)
 {
     multiply_rs<N, TRANSPOSED_B>(sum, a, b.whole<TRANSPOSED_B ? ACROSS_BESIDE_REGISTERS : BESIDE_REGISTERS>(), adds);
+}
+
+// sum = -x: a factor of -1 for three of 16 rows, `first` and those behind it, and 0 for the others; these rows, in bfloat16 whatever the matrices are
+// of, add up to x. What the zeros meet may change meanwhile, but has to be finite.
+__device__ __forceinline__ void begin_with_minus(float (&x)[32], const unsigned (&minus)[4], LowerHalf slab, int /*first*/)
+{
+    asm volatile("wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {"
+                 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, "
+                 "%20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31 "
+                 "}, {%32, %33, %34, %35}, %36, 0, 1, 1, 1;"
+                 : "=f"(x[0]), "=f"(x[1]), "=f"(x[2]), "=f"(x[3]), "=f"(x[4]), "=f"(x[5]), "=f"(x[6]), "=f"(x[7]),
+                   "=f"(x[8]), "=f"(x[9]), "=f"(x[10]), "=f"(x[11]), "=f"(x[12]), "=f"(x[13]), "=f"(x[14]), "=f"(x[15]),
+                   "=f"(x[16]), "=f"(x[17]), "=f"(x[18]), "=f"(x[19]), "=f"(x[20]), "=f"(x[21]), "=f"(x[22]), "=f"(x[23]),
+                   "=f"(x[24]), "=f"(x[25]), "=f"(x[26]), "=f"(x[27]), "=f"(x[28]), "=f"(x[29]), "=f"(x[30]), "=f"(x[31])
+                 : "r"(minus[0]), "r"(minus[1]), "r"(minus[2]), "r"(minus[3]), "l"(slab.whole<ROWS_TO_SUBTRACT>()));
 }
 
 #if TYPE == BFLOAT16
