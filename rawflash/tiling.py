@@ -527,8 +527,9 @@ def _wgmma_keys(problem: Problem, chip: Chip, d: int, dv: int, lag: int) -> Tile
     limits = apart and band  # what hides keys of a thread
     query_blocks, key_blocks = -(-problem.Tq // br), -(-problem.Tk // bc)
     paired = int(
-        fused and not band and d == dv == 2 * WGMMA_SLAB and problem.Tq >= WGMMA_PAIRED_ROWS
+        fused and d == dv == 2 * WGMMA_SLAB and problem.Tq >= WGMMA_PAIRED_ROWS
         and query_blocks % 2 == key_blocks % 2 == 0
+        and (not band or problem.band.lower is None and problem.Tk % bc == 0)
     )  # fmt: skip
     divided = Divided()
     if fused and not band:
@@ -537,7 +538,7 @@ def _wgmma_keys(problem: Problem, chip: Chip, d: int, dv: int, lag: int) -> Tile
         if divided.halved + divided.others > lag:  # whose rows others finish while they compute
             divided = Divided()
     stores = (
-        problem.band.lower is None and problem.band.upper is not None and d >= dv
+        problem.band.lower is None and problem.band.upper is not None and d >= dv and not paired
         and not (problem.ragged or problem.varlen or problem.deterministic)
         and max(problem.Tq, problem.Tk) <= WGMMA_STORED
     )

@@ -501,6 +501,15 @@ PAIRED = {
     "groups": dict(B=2, Hq=4, Hkv=2, Tq=128, Tk=256),
     "more rows than keys": dict(B=1, Hq=3, Hkv=1, Tq=384, Tk=256),
     "rows and keys that do not exist": dict(B=1, Hq=2, Tq=100, Tk=220),
+    "causal": dict(B=1, Hq=2, Tq=512, Tk=512, causal=True),
+    "causal, fewer rows": dict(B=2, Hq=1, Tq=128, Tk=512, causal=True),
+    "causal, more rows": dict(B=1, Hq=1, Tq=512, Tk=256, causal=True),
+    "causal, rows that do not exist": dict(B=1, Hq=1, Tq=360, Tk=256, causal=True),
+    "causal, groups": dict(B=2, Hq=6, Hkv=2, Tq=256, Tk=256, causal=True),
+    "causal, nothing visible": dict(B=1, Hq=1, Tq=256, Tk=256, causal=True, q_offset=-1000),
+    "causal, everything visible": dict(B=1, Hq=1, Tq=256, Tk=256, causal=True, q_offset=1000),
+    "causal, offsets": dict(B=4, Hq=1, Tq=256, Tk=256, causal=True, q_offset=np.array([-170, -64, 3, 90])),
+    "a window without a lower end": dict(B=1, Hq=2, Tq=256, Tk=256, window=(None, 37)),
 }
 PAIRED = {name: options | {"d": 128} for name, options in PAIRED.items()}
 
@@ -536,7 +545,7 @@ def test_pairs_of_blocks_without_dlse(device_by_name, paired, taken, zeros):
 
 
 @pytest.mark.parametrize("more", [
-    dict(Tk=384), dict(Tq=192), dict(causal=True), dict(d=64), dict(dv=64),
+    dict(Tk=384), dict(Tq=192), dict(causal=True, Tk=250), dict(window=(70, 0)), dict(d=64), dict(dv=64),
 ], ids=lambda more: next(iter(more)))  # fmt: skip
 def test_calls_without_pairs(more, device_by_name, paired, taken, zeros):
     case = prepared(PAIRED["two steps"] | more, "bfloat16")
@@ -789,7 +798,7 @@ BROKEN_PAIRED = {
         "await_products<1>();\n                arrive_as_warp(barriers + READ + stage, lane);",
         "arrive_as_warp(barriers + READ + stage, lane);"),
     "the other's dS is not expected": ("BC * TO_D * 2 + BC * BR * 2);", "BC * TO_D * 2);"),
-    "the other's keys are one's own": ("row ^ BC, h, slot", "row, h, slot"),
+    "the other's keys are one's own": ("work.j0 ^ BC, work.h", "work.j0, work.h"),
     "the other's dS meets one's own keys": (
         "moved(K_there_across, (n - BC / SUM) * ROW_STEP)", "moved(K_across, (n - BC / SUM) * ROW_STEP)"),
     "own rows come first": ("rank_in_cluster() == (steps & 1)", "rank_in_cluster() != (steps & 1)"),
@@ -805,9 +814,6 @@ BROKEN_PAIRED = {
     "records of other rows": ("h, 0) + i0 / BR), on_chip,", "h, 0) + (i0 / BR ^ 1)), on_chip,"),
     "rows that nobody writes are left": (
         "((uint4*)(on_chip + AT_DELTA))[threadIdx.x - WARPGROUP] = make_uint4(0, 0, 0, 0);", ""),
-    "rows of zeros are not fenced": (
-        "[threadIdx.x - WARPGROUP] = make_uint4(0, 0, 0, 0);\n        fence_shared();",
-        "[threadIdx.x - WARPGROUP] = make_uint4(0, 0, 0, 0);"),
 }  # fmt: skip
 
 

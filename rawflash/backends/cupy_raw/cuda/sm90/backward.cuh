@@ -78,7 +78,9 @@ __device__ __forceinline__ Work work_of(const Call& call)
     work.i_low = 0, work.i_high = FUSED || work.j0 < work.kv_length ? work.q_length : 0;
     if constexpr (BAND) {
         const long long j1 = least(work.j0 + BC, s.kv_length);
-        work.i_low = (int)clamp(work.j0 - s.offset - call.band_upper, 0, work.i_high) / BR * BR;
+        // PAIRED: 128 rows after 128, from those on that see the first key of both blocks
+        constexpr int ROWS = BR << PAIRED, KEYS = BC << PAIRED;
+        work.i_low = (int)clamp(work.j0 / KEYS * KEYS - s.offset - call.band_upper, 0, work.i_high) / ROWS * ROWS;
         work.i_high = (int)clamp(j1 - s.offset - call.band_lower, 0, work.i_high);
     }
     if constexpr (DIVIDED) {

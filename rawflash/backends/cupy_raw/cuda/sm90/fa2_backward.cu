@@ -29,7 +29,7 @@
 // Both start from delta = rowsum(dO * O) - dlse (side_gradients.cu).
 
 // Fewest copies of upper halves between products: none or nearly none
-#define UPPER_HALVES {0, 1, PAIRED ? 2 : 1, PAIRED ? 3 : BR == 128 || BAND && !STORES && !DETERMINISTIC ? 1 : 2, 2}
+#define UPPER_HALVES {0, 1, PAIRED && BAND ? 2 : 1, !PAIRED && (BR == 128 || BAND && !STORES && !DETERMINISTIC) ? 1 : 2, BAND ? 2 : 1}
 #include "backward.cuh"
 
 constexpr int COMPUTING = 2, KEYS = BC / COMPUTING;  // warpgroups, and the keys of each
@@ -43,12 +43,12 @@ static_assert(KEYS == 64 && BR % SLAB == 0, "what products can do");
 // room for. LIMITS_ON_CHIP: what hides keys of a lane is in shared memory, as few blocks of rows need it; where no product reads that slab of V any
 // more, there.
 constexpr int V_HELD = APART ? STORES ? 1 : 3 : BR == 128 ? TO_V / SUM : 4;
-constexpr bool LIMITS_ON_CHIP = BAND && (BR == 64 || APART);
+constexpr bool LIMITS_ON_CHIP = BAND && !PAIRED && (BR == 64 || APART);
 constexpr bool ROWS_FIRST = BR == 64;  // lse is read before S is there, delta before the first of it is needed: faster there, slower elsewhere
 // dP begins with -delta instead of 0: APART, where warpgroups do not wait for each other, so that its rows are read before products begin, not behind
 // them; PAIRED it is a product of 16 more (begin_with_minus), whose rows copies bring, so that nobody reads them.
 constexpr bool DELTA_FIRST = APART || PAIRED;
-constexpr bool SKIPS = BAND && BR == 64;  // products between rows and keys none of which they see
+constexpr bool SKIPS = BAND && BR == 64 && !PAIRED;  // products between rows and keys none of which they see
 constexpr int K_HELD = 5;  // the same of K^T, where a warpgroup computes dQ^T = K^T dS^T
 static_assert(V_HELD <= TO_V / SUM && (!LIMITS_ON_CHIP || APART || V_HELD >= SLAB / SUM), "a slab");
 
@@ -94,7 +94,7 @@ constexpr int FUSED_THERE = DQ_READ + COMPUTING;
 // PAIRED: dS is ready to be sent, has come there; has come from there (before the first one K, too), its place is free there.
 constexpr int DS_READY = FUSED_THERE + 2 * FUSED, DS_SENT = DS_READY + 1, DS_CAME = DS_READY + 2, DS_FREE = DS_READY + 3;
 constexpr int BARRIERS = DS_READY + 4 * PAIRED;
-static_assert(!PAIRED || FUSED && BY_COLUMNS && !BAND && V_HELD == SLAB / SUM, "the first slab of V is in registers");
+static_assert(!PAIRED || FUSED && !STORES && BY_COLUMNS && V_HELD == SLAB / SUM, "the first slab of V is in registers");
 static_assert(S_STAGES <= COMPUTING, "barriers of either kind");
 static_assert(AT_BARRIERS + BARRIERS * 8 == TILE_BYTES, "tiling.py and this file disagree on what is on chip");
 
@@ -358,6 +358,7 @@ __device__ __forceinline__ void copy_all(const MappedCall& argument, const Work&
 {
     const Call& call = argument.call;
     const int thread = threadIdx.x;
+    const long long slot = (unsigned)work.slot;  // its upper half takes no register
     if constexpr (FUSED)
         await_prepared(call, work);
     if constexpr (PAIRED)
@@ -390,8 +391,8 @@ __device__ __forceinline__ void copy_all(const MappedCall& argument, const Work&
                 const int i = i0 + from + n * COPYING + thread;
                 lse[n] = -INFINITE, delta[n] = 0.0f;
                 if (i < work.q_length) {
-                    lse[n] = *row_of(call.lse, work.slot, h, work.q_start + i);
-                    delta[n] = *row_of(call.delta, work.slot, h, work.q_start + i);
+                    lse[n] = *row_of(call.lse, slot, h, work.q_start + i);
+                    delta[n] = *row_of(call.delta, slot, h, work.q_start + i);
                 }
             }
 #pragma unroll
@@ -414,11 +415,15 @@ __device__ __forceinline__ void copy_all(const MappedCall& argument, const Work&
     }
 }
 
-// PAIRED: a thread sends dS of those rows whose dQ the other block of threads computes. When that has come, half of dQ may be stored where it was.
+// PAIRED: a thread copies K of the other block of threads, and sends dS of those rows whose dQ that one computes. When that has come, half of dQ may be stored where it was.
 // What comes from there finds a free place: the one before has been read. Before a block of threads ends it has seen all arrivals from the other one,
 // which makes none after that.
-__device__ __forceinline__ void exchange(const Work& work, unsigned char* on_chip, Barrier* barriers)
+__device__ __forceinline__ void exchange(const MappedCall& argument, const Work& work, unsigned char* on_chip, Barrier* barriers)
 {
+    if (work.steps == 0)
+        return;
+    arrive_expecting(barriers + DS_CAME, BC * TO_D * 2 + BC * BR * 2);
+    copy_slabs<BC, TO_D>(on_chip + AT_K_THERE, argument.map[MAP_K], barriers + DS_CAME, work.j0 ^ BC, work.h, work.slot);
     const unsigned there = rank_in_cluster() ^ 1;
     int parity = 0;
 #pragma unroll 1
@@ -538,7 +543,7 @@ __device__ __forceinline__ void store_across(unsigned char* place, int n, const 
 
 __device__ __forceinline__ void all_meet()
 {
-    if constexpr (BAND)
+    if constexpr (BAND && !PAIRED)
         meet_from_apart(ALL_MEET, COMPUTING * WARPGROUP);
     else
         meet(ALL_MEET, COMPUTING * WARPGROUP);
@@ -697,13 +702,15 @@ __device__ __forceinline__ void compute_all(const Call& call, const Work& work, 
         for (int e = 0; e < 2; e++) {
             const int y = first_key + 16 * warp + lane / 4 + 8 * e;
             most[e] = y < left ? 0.0f : -INFINITE;
-            if constexpr (BAND) {
+            if constexpr (BAND && !PAIRED) {
                 const long long j = work.j0 + y - work.offset;
                 const int low = (int)clamp(j - call.band_upper, 0, q_length), high = (int)clamp(j - call.band_lower + 1, 0, q_length);
                 first[e] = low - 2 * (lane % 4), count[e] = y < left ? high - low : 0;
             }
         }
-        if constexpr (BAND) {
+        // PAIRED, where a band has no lower end and all keys exist: the row from which on the block's first key is seen; the next one is a row later
+        const int first_seen = BAND && PAIRED ? (int)clamp(work.j0 - work.offset - call.band_upper, -BC, q_length) : 0;
+        if constexpr (BAND && !PAIRED) {
             const long long j = work.j0 + first_key - work.offset;
             seen_from = (int)clamp(j - call.band_upper, 0, q_length);
             seen_to = (int)clamp(j + KEYS - call.band_lower, 0, q_length);
@@ -919,6 +926,13 @@ __device__ __forceinline__ void compute_all(const Call& call, const Work& work, 
                 };
                 // Column 8 (n / 4) + n % 2 after the lane's first is the row, counted from i0
                 const auto hide = [&](float (&x)[PART / 2], const uint4 limit) {
+                    if constexpr (PAIRED) {
+#pragma unroll
+                        for (int n = 0; n < PART / 2; n++)
+                            if (8 * (n / 4) + n % 2 - 8 * (n / 2 % 2) < (int)limit.x)
+                                x[n] = 0.0f;
+                        return;
+                    }
 #pragma unroll
                     for (int n = 0; n < PART / 2; n++)
                         if (i0 - (n / 2 % 2 ? limit.y : limit.x) + r * PART + 8 * (n / 4) + n % 2 >=
@@ -933,7 +947,9 @@ __device__ __forceinline__ void compute_all(const Call& call, const Work& work, 
                     pin(unit);  // another number to the compiler, which would take exponentials before this place
                 float x[PART / 2];
                 uint4 limit = make_uint4(0, 0, 0, 0);
-                if (hides)
+                if (hides && PAIRED)  // of the first row of this lane, how many before its first key sees one
+                    limit.x = first_seen + first_key + 16 * warp + lane / 4 - i0 - (rank_in_cluster() != given) * BR - 2 * (lane % 4);
+                else if (hides)
                     limit = LIMITS_ON_CHIP ? *limits : make_uint4(first[0], first[1], count[0], count[1]);
 #pragma unroll
                 for (int n = 0; n < PART / 2; n++)
@@ -953,6 +969,8 @@ __device__ __forceinline__ void compute_all(const Call& call, const Work& work, 
 #pragma unroll
                 for (int n = 0; n < PART / 2; n++)
                     x[n] *= DELTA_FIRST ? dP[n] : dP[n] - of_row(rows_delta, delta, n);
+                if constexpr (PAIRED)
+                    limit.x = once_more(limit.x);  // to be compared again: no register for what was found
                 if (hides)
                     hide(x, limit);
 #pragma unroll
@@ -1022,7 +1040,21 @@ __device__ __forceinline__ void compute_all(const Call& call, const Work& work, 
             next_step();
         };
         // Loops of their own: where nothing is hidden no branch stands between exponentials and products then
-        if constexpr (BAND) {
+        if constexpr (BAND && PAIRED) {
+            while (steps > 0) {
+                const int high = work.i_high, plain = first_seen + BC - 1;
+                for (i0 = work.i_low; i0 < high && i0 < plain; i0 += 2 * BR) {
+                    float S[BR / 2];
+                    step(S, true, true);
+                    step(S, true, false);
+                }
+                for (; i0 < high; i0 += 2 * BR) {
+                    float S[BR / 2];
+                    step(S, false, true);
+                    step(S, false, false);
+                }
+            }
+        } else if constexpr (BAND) {
             while (steps > 0) {
                 while (steps > 0 && (i0 < plain_from || i0 + BR > plain_to)) {
                     float S[BR / 2];
@@ -1107,11 +1139,9 @@ __device__ __forceinline__ void copy_keys(const MappedCall& argument, unsigned c
     arrive_expecting(barriers + K_THERE, BC * TO_D * 2);
     copy_slabs<BC, TO_D>(on_chip + AT_K, argument.map[MAP_K], barriers + K_THERE, row, h, slot);
     arrive_expecting(barriers + V_THERE, BC * TO_V * 2);
-    if constexpr (PAIRED) {  // of V what will be in registers, where this warpgroup's dS is to be; of K those of the other block of threads
+    if constexpr (PAIRED) {  // of V what will be in registers, where this warpgroup's dS is to be
         copy_box(on_chip + AT_DS, argument.map[MAP_V], barriers + V_THERE, 0, row, h, slot);
         copy_box(on_chip + AT_V, argument.map[MAP_V], barriers + V_THERE, SLAB, row, h, slot);
-        arrive_expecting(barriers + DS_CAME, BC * TO_D * 2 + BC * BR * 2);
-        copy_slabs<BC, TO_D>(on_chip + AT_K_THERE, argument.map[MAP_K], barriers + DS_CAME, row ^ BC, h, slot);
     } else {
         copy_slabs<BC, TO_V>(on_chip + AT_V, argument.map[MAP_V], barriers + V_THERE, row, h, slot);
     }
@@ -1176,7 +1206,7 @@ extern "C" __global__ void __launch_bounds__(KEYS_THREADS, 1) CLUSTER fa2_backwa
             const unsigned blocks = (unsigned)(call.B * call.Hkv * call.blocks);
             if constexpr (PAIRED) {
                 if (threadIdx.x == 3 * WARP_LANES)
-                    exchange(work, on_chip, barriers);
+                    exchange(argument, work, on_chip, barriers);
                 if (warp != 2)
                     return;
                 if (ahead < blocks)
