@@ -124,7 +124,8 @@ WGMMA_FUSED_ROWS = {64: 256, 128: 448}
 WGMMA_FUSED_STAGES = 2
 # Blocks of threads that the last blocks of keys are divided among, at most, and what one more costs, in steps.
 WGMMA_DIVIDED_MOST, WGMMA_DIVIDED_COST = 8, 6.0
-WGMMA_PAIRED_ROWS = 4096  # from so many on two blocks of threads go through them together; with fewer, not measured
+# Of rows that see a block of keys, on average: from so many on two blocks of threads go through them together.
+WGMMA_PAIRED_ROWS = 2048
 WGMMA_STORED = 512  # rows and keys up to which the first of a causal band stores its dQ, so that no sums are cleared
 WGMMA_WIDE = 64  # Br and Bc where d or dv is above those of WGMMA_BACKWARD
 WGMMA_WIDE_STAGES = ((3, 2), (3, 1), (2, 2), (2, 1))  # of Q and dO, and of P, on chip: the first that fit
@@ -527,7 +528,7 @@ def _wgmma_keys(problem: Problem, chip: Chip, d: int, dv: int, lag: int) -> Tile
     limits = apart and band  # what hides keys of a thread
     query_blocks, key_blocks = -(-problem.Tq // br), -(-problem.Tk // bc)
     paired = int(
-        fused and d == dv == 2 * WGMMA_SLAB and problem.Tq >= WGMMA_PAIRED_ROWS
+        fused and d == dv == 2 * WGMMA_SLAB and _rows_of_keys(problem, bc) >= WGMMA_PAIRED_ROWS
         and query_blocks % 2 == key_blocks % 2 == 0
         and (not band or problem.band.lower is None and problem.Tk % bc == 0)
     )  # fmt: skip

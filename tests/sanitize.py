@@ -197,6 +197,8 @@ def halves():
         "warpgroups, rows of others, pairs": tall | dict(Hq=5, Hkv=5, Tq=370, Tk=500, d=128, dtype="float16"),
         "warpgroups, rows of others, pairs, divided": tall | dict(
             B=2, Hq=6, Hkv=3, Tq=370, Tk=500, d=128, dtype="bfloat16"),
+        "warpgroups, rows of others, pairs, causal": tall | dict(
+            B=2, Hq=6, Hkv=3, Tq=384, Tk=512, d=128, dtype="bfloat16", causal=True),
         "mma, bias": tall | dict(d=64, dtype="bfloat16", causal=True, bias=normal(4, Tq, Tk)),
         "mma, mask": tall | dict(d=128, dtype="float16", mask=half_visible(1, 1, Tq, Tk)),
         "mma, d = 256": tall | dict(Hq=2, d=256, dtype="bfloat16", causal=True),

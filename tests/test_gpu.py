@@ -287,6 +287,12 @@ PAIRED = {
     "other columns": dict(Hq=30, Tq=330, Tk=250, d=96, dv=72),
     "divided": dict(Hq=7, Tq=1000, Tk=700, d=128),
     "divided, groups": dict(B=2, Hq=6, Hkv=3, Tq=640, Tk=500, d=128),
+    "causal": dict(Hq=40, Tq=512, Tk=512, d=128, causal=True),
+    "causal, fewer rows": dict(B=2, Hq=20, Tq=256, Tk=1024, d=128, causal=True),
+    "causal, more rows": dict(Hq=40, Tq=1000, Tk=512, d=96, dv=72, causal=True),
+    "causal, groups": dict(B=2, Hq=12, Hkv=4, Tq=384, Tk=768, d=128, causal=True),
+    "causal, offsets": dict(B=3, Hq=20, Tq=512, Tk=512, d=128, causal=True, q_offset=np.array([-170, 3, 900])),
+    "a window without a lower end": dict(Hq=30, Tq=640, Tk=512, d=128, window=(None, 37)),
 }
 
 
@@ -313,21 +319,32 @@ def test_pairs_of_blocks_of_threads(name, dtype, monkeypatch):
     check_backward_again_and_again(case)
 
 
-@pytest.mark.parametrize("T", [4096, 8192])
-def test_pairs_as_planned(T, monkeypatch):
-    """The same gradients as without them, in long calls, whose last blocks of keys are divided."""
+def test_pairs_and_a_row_of_nan(monkeypatch):
+    """A NaN in dO of one row makes delta of that row NaN, and no other's dQ."""
+    pairs(monkeypatch, "plain")
+    case = make(dtype="bfloat16", B=1, **PAIRED["plain"])
+    case.dout[..., 70, 3] = np.nan
+    moved = on_gpu(case)
+    dq, dk, dv = (to_host(x).astype(np.float32) for x in moved.backward(*moved.forward())[:3])
+    assert np.isnan(dq[..., 70, :]).all() and np.isfinite(np.delete(dq, 70, axis=-2)).all()
+    assert np.isnan(dk).all() and np.isnan(dv[..., 3]).all()
+
+
+@pytest.mark.parametrize("T, causal", [(2048, False), (4096, False), (8192, False), (4096, True), (8192, True)])
+def test_pairs_as_planned(T, causal, monkeypatch):
+    """The same gradients as without them, in long calls, whose last blocks of keys are divided without a mask."""
     import cupy
 
     rng = cupy.random.default_rng(T)
     q, k, v, dout = (rng.standard_normal((1, 40, T, 128), dtype=cupy.float32).astype(cupy.float16) for _ in range(4))
-    out, lse = rf.attention(q, k, v, return_lse=True)
+    out, lse = rf.attention(q, k, v, causal=causal, return_lse=True)
     found = {}
     for rows in (tiling.WGMMA_PAIRED_ROWS, T + 1):
         monkeypatch.setattr(problem, "_MEMO", {})
         monkeypatch.setattr(tiling, "WGMMA_PAIRED_ROWS", rows)
-        tiles = rf.explain(q, k, v, "backward").tiles
+        tiles = rf.explain(q, k, v, "backward", causal=causal).tiles
         assert dict(tiles.constants).get("PAIRED", 0) == (tiles.chip == "sm_90" and rows <= T)
-        found[rows] = rf.attention_backward(dout, q, k, v, out, lse)
+        found[rows] = rf.attention_backward(dout, q, k, v, out, lse, causal=causal)
     for one, other in zip(*found.values(), strict=True):
         one, other = one.astype(cupy.float32), other.astype(cupy.float32)
         assert float(abs(one - other).max()) <= 2e-3 * float(abs(other).max())

@@ -268,9 +268,9 @@ def check_rows_that_see_a_nan(taken, d=64, dtype="bfloat16"):
     assert taken
 
 
-def overflowing(d=64):
+def overflowing(d=64, T=150):
     """A key whose dP overflows in all rows that do not see it; those that do have dO = 0."""
-    case = make(B=1, Hq=2, Tq=150, d=d, dtype="bfloat16", causal=True)
+    case = make(B=1, Hq=2, Tq=T, d=d, dtype="bfloat16", causal=True)
     case.v[..., 139, :] = 3e38
     case.dout[..., :139, :] *= np.asarray(10, case.dout.dtype)
     case.dout[..., 139:, :] = 0
@@ -282,8 +282,8 @@ def test_what_overflows_is_hidden_where_it_is_not_seen(device_by_name, taken):
     check_what_overflows(taken)
 
 
-def check_what_overflows(taken, d=64):
-    moved = on_device(overflowing(d))
+def check_what_overflows(taken, d=64, T=150):
+    moved = on_device(overflowing(d, T))
     for gradient in moved.backward(*moved.forward()):
         assert np.isfinite(np.asarray(gradient).astype(np.float64)).all()
     assert taken
@@ -535,6 +535,11 @@ def check_a_row_of_nan(zeros):
     assert zeros[0][0]["PAIRED"] == 1
     assert np.isnan(dq[..., 70, :]).all() and np.isfinite(np.delete(dq, 70, axis=-2)).all()
     assert np.isnan(dk).all() and np.isnan(dv[..., 3]).all()
+
+
+def test_what_overflows_is_hidden_in_pairs(device_by_name, paired, taken, zeros):
+    check_what_overflows(taken, 128, 256)
+    assert zeros[0][0]["PAIRED"] == 1
 
 
 def test_pairs_of_blocks_without_dlse(device_by_name, paired, taken, zeros):
@@ -817,6 +822,27 @@ BROKEN_PAIRED = {
 }  # fmt: skip
 
 
+BROKEN_PAIRED_CAUSAL = {
+    "": ("causal", "", ""),
+    "rows see one key less": ("causal", "limit.x = first_seen + first_key", "limit.x = first_seen + 1 + first_key"),
+    "rows see one key more": ("causal", "limit.x = first_seen + first_key", "limit.x = first_seen - 1 + first_key"),
+    "the mask is that of the other rows": (
+        "causal", "(rank_in_cluster() != given) * BR - 2", "(rank_in_cluster() == given) * BR - 2"),
+    "rows are taken for plain": ("causal", "plain = first_seen + BC - 1;", "plain = first_seen;"),
+    "rows are taken for plain, offsets": ("causal, offsets", "plain = first_seen + BC - 1;", "plain = first_seen + 1;"),
+    "each block begins with its own rows": ("causal", "work.j0 / KEYS * KEYS - s.offset", "work.j0 - s.offset"),
+    "rows begin anywhere": ("causal, offsets", "work.i_high) / ROWS * ROWS;", "work.i_high) / BR * BR;"),
+    "no key is before the first row": ("causal, everything visible", "-BC, q_length) : 0;", "0, q_length) : 0;"),
+    "nobody has rows, and K is copied": (
+        "causal, nothing visible", "    if (work.steps == 0)\n        return;\n    arrive_expecting", "    arrive_expecting"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BROKEN_PAIRED_CAUSAL)
+def test_broken_kernels_in_pairs_under_a_mask_are_caught(name, device_by_name, paired, taken, monkeypatch):
+    check_caught(*BROKEN_PAIRED_CAUSAL[name], PAIRED, monkeypatch, taken)
+
+
 def test_a_row_of_nan_that_is_not_kept_apart_is_caught(device_by_name, paired, zeros, monkeypatch):
     break_backward(monkeypatch, "const bool finite = fabsf(delta) < INFINITE;", "const bool finite = true;")
     with pytest.raises(AssertionError):
@@ -858,3 +884,10 @@ def test_a_kernel_that_does_not_hide_dS_is_caught(device_by_name, monkeypatch):
     break_backward(monkeypatch, behind + "if (hides)", behind + "if (false)")
     with pytest.raises(AssertionError):
         test_what_overflows_is_hidden_where_it_is_not_seen(None, [1])
+
+
+def test_pairs_that_do_not_hide_dS_are_caught(device_by_name, paired, zeros, monkeypatch):
+    behind = "of_row(rows_delta, delta, n);\n                "
+    break_backward(monkeypatch, behind + "if (hides)", behind + "if (false)")
+    with pytest.raises(AssertionError):
+        test_what_overflows_is_hidden_in_pairs(None, None, [1], zeros)

@@ -724,12 +724,16 @@ def test_clusters_are_divided_as_a_whole(blocks, rows, group, processors):
 
 @pytest.mark.parametrize("options, paired", [
     (dict(), 1), (dict(B=1, Tq=16384, Tk=16384), 1), (dict(d=96, dv=72), 1), (dict(Hq=64, Hkv=16), 1),
-    (dict(Tq=3968), 0), (dict(Tq=4159), 0), (dict(Tq=4161), 1), (dict(Tk=4097), 0), (dict(Tk=4225), 1),
-    (dict(causal=True), 0), (dict(deterministic=True), 0), (dict(ragged=True), 0), (dict(sinks=True), 0),
+    (dict(Tq=2048), 1), (dict(Tq=1920), 0), (dict(Tq=4159), 0), (dict(Tq=4161), 1), (dict(Tk=4097), 0),
+    (dict(Tk=4225), 1), (dict(causal=True), 1), (dict(causal=True, Tq=3840, Tk=3840), 0), (dict(window=(None, 9)), 1),
+    (dict(causal=True, Tq=2048), 0), (dict(causal=True, Tk=4225), 0), (dict(causal=True, Tq=4224), 1),
+    (dict(window=(3000, 0)), 0), (dict(window=(3000, None)), 0), (dict(causal=True, deterministic=True), 0),
+    (dict(deterministic=True), 0), (dict(ragged=True), 0), (dict(sinks=True), 0),
     (dict(d=64, dv=64), 0), (dict(dv=64), 0), (dict(d=256, dv=256), 0), (dict(Hq=4, Hkv=4), 0),
 ])  # fmt: skip
 def test_which_calls_have_pairs_of_blocks_of_threads(options, paired):
-    """Long ones without a mask at d = 128, whose rows others prepare; with all blocks of keys and of rows in pairs."""
+    """Long ones at d = 128, whose rows others prepare; with all blocks of keys and of rows in pairs. Under a mask whose
+    band has no lower end, if all of those keys exist, and by how many rows see one on average."""
     fixed = dict(B=4, Hq=16, Hkv=16, Tq=4096, Tk=4096, d=128, dv=128, dtype="bfloat16", backend="cupy_raw")
     tiles = plan_tiles(problem(**(fixed | options)), H200, "backward")
     assert tiles.family == tiling.WGMMA and dict(tiles.constants).get("PAIRED", 0) == paired

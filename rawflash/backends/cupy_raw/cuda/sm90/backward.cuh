@@ -108,41 +108,6 @@ __device__ __forceinline__ long long first_block(const Call& call, long long b, 
 
 __device__ __forceinline__ float* sums_of_block(const Call& call, long long block) { return call.sums + block * (BR * TO_D); }
 
-// PAIRED: what copies bring of 64 rows beside Q and dO, written once a row, the last ones first, before shares of dK and dV: delta in three numbers of
-// bfloat16 each, which have 8 of its 24 bits and add up to it exactly, in rows of a slab; and lse in units of exp2. A row that sees nothing, and one that does not exist, has P = 0.
-// Where delta is not finite lse is NaN instead, and with it all that the row has a share in: zeros of begin_with_minus meet delta of other rows.
-constexpr int NUMBER_PARTS = 3, RECORD_PARTS = NUMBER_PARTS * SLAB_ROW, RECORD_LSE = SLAB * 4, RECORD_BYTES = RECORD_PARTS + RECORD_LSE;
-__device__ __forceinline__ unsigned char* record_of_block(const Call& call, long long block)
-{
-    static_assert(!PAIRED || BR == SLAB, "one record");
-    return (unsigned char*)(call.sums + call.share) - (unsigned long long)((unsigned)block + 1) * RECORD_BYTES;
-}
-
-__device__ __forceinline__ void store_record(unsigned char* record, int row, float lse, float delta)
-{
-    const unsigned column = once_more((unsigned)row);  // places are found here, not kept in registers: those that prepare have few
-    const bool finite = fabsf(delta) < INFINITE;
-    float rest = finite ? delta : 0.0f;
-#pragma unroll
-    for (int part = 0; part < NUMBER_PARTS; part++) {
-        const unsigned bits = __float_as_uint(rest);
-        *(unsigned short*)(record + in_slab(part, column / 8) + column % 8 * 2) = (unsigned short)(bits >> 16);
-        rest -= __uint_as_float(bits & 0xFFFF0000u);
-    }
-    ((float*)(record + RECORD_PARTS))[column] = !finite ? __uint_as_float(0x7FC00000u) : lse == -INFINITE ? INFINITE : lse * LOG2E;
-}
-
-// The factor of begin_with_minus: -1 for three of 16 rows from `first` on, a multiple of 4, and 0 for the others. A lane has, in two words, two
-// neighbouring rows of each eight. It is found each time, as there is no register for it.
-__device__ __forceinline__ void minus_one(unsigned (&x)[4], int first)
-{
-    const unsigned thread = once_more(threadIdx.x);
-    const unsigned word = (int)(thread / 2 % 2) == first / 4 % 2 ? thread % 2 ? 0xBF80u : 0xBF80BF80u : 0u;
-#pragma unroll
-    for (int e = 0; e < 4; e++)
-        x[e] = first / 8 == e / 2 ? word : 0u;
-}
-
 // Which stage is next, and the parity of the phase that its barriers are in.
 template <int STAGES> struct Ring {
     int stage = 0, parity = 0;

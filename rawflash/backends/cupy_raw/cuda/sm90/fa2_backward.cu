@@ -8,8 +8,9 @@
 // registers, and the two others never wait for each other. Otherwise these two compute it, half each, and leave it in shared memory for one thread
 // to add; dK, and with 64 rows half of dV, is under way meanwhile. PAIRED: two blocks of threads with neighbouring keys of a head are a cluster and
 // go through the same rows, 128 after 128. Each computes dQ of 64 of these, whose sum goes over the keys of both, so that half as much is added: of
-// the other 64, which it has first, its dS goes to the other one's shared memory, and is there by the time that one needs it. DIVIDED: the last
-// blocks of keys have several blocks of threads, each for some of the rows (backward.cuh).
+// the other 64, which it has first, its dS goes to the other one's shared memory, and is there by the time that one needs it. Where a mask hides keys,
+// its band has no lower end, and both go through the rows that see a key of either. DIVIDED: the last blocks of keys have several blocks of threads,
+// each for some of the rows (backward.cuh).
 // On chip:  K (Bc, d), V (Bc, dv), STAGES of Q (Br, d) and dO (Br, dv), two dS (Bc, Br) in 16 bits; dQ (Br, d) or none; lse and delta (Br), barriers;
 //           in registers S (Bc, Br), dP (Bc, 64), dK (Bc, d), dV (Bc, dv), dQ (Br, d), of V (Bc, 16 V_HELD), of K (16 K_HELD, d).
 //           PAIRED: K of the other block of threads (Bc, d), dS of both; dS to be sent lies where half of dQ comes; no columns of V that are in
@@ -117,49 +118,7 @@ __device__ __forceinline__ int next_rows(const Work& work, int i0)
     return i0 + BR < work.i_high ? i0 + BR : work.i_low;
 }
 
-// ---- the warps that prepare and finish rows ----------------------------------------------------------------------------------------
-//
-// Rows have to be prepared (delta, and zeros where their dQ is added to) before the first block of keys sees them, and finished (dQ in 16 bits) after
-// the last. FUSED: while it computes, a block of threads prepares rows of one that comes `ahead` later in the grid, and finishes rows of one that
-// came `behind` before it; kernels do it for the first and the last ones. Counters of each key head say how many blocks of threads have prepared
-// their rows, and how many have added all they have to dQ. Nobody waits for a block of threads that comes later.
-
-// Blocks of rows that a block of threads prepares or finishes, of each query head that shares its keys; h and block: which one is next, of so many
-// that are left. It lies on chip, as few registers are left.
-struct Share {
-    unsigned head;
-    int b, h, block, from, to, left;
-};
-
-// Of a head's blocks of rows, how many are for the blocks of keys before this one: as many for each, or fewer where fewer rows see them.
-__device__ __forceinline__ int rows_before(const Call& call, unsigned block)
-{
-    const int rows = ((int)call.Tq + BR - 1) / BR;
-    float rest = (float)((unsigned)call.blocks - block) / (float)(unsigned)call.blocks;
-    if (BAND && call.band_lower <= -call.Tk)
-        rest *= rest;
-    return rows - (int)((float)rows * rest);
-}
-
-__device__ __forceinline__ void find_share(const Call& call, unsigned index, volatile Share& share)
-{
-    const KeyBlock place = key_block(call, index);
-    share.head = place.head;
-    const unsigned b = divided(place.head, call.by_key_heads);
-    share.b = (int)b;
-    share.h = (int)(place.head - b * (unsigned)call.Hkv) * (int)call.group;
-    share.block = share.from = rows_before(call, place.block);
-    share.to = rows_before(call, place.block + 1);
-    share.left = (share.to - share.from) * (int)call.group;
-}
-
-__device__ __forceinline__ void next_block(volatile Share& share)
-{
-    share.left = share.left - 1;
-    share.block = share.block + 1;
-    if (share.block == share.to)
-        share.block = share.from, share.h = share.h + 1;
-}
+#include "rows_of_others.cuh"
 
 // ---- sums that nobody clears ---------------------------------------------------------------------------------------------------------
 //
@@ -187,153 +146,8 @@ __device__ __forceinline__ int stored_to(const Call& call, const Work& work)
     return (int)clamp(work.j0 + BC - work.offset - call.band_upper, 0, work.q_length) / BR * BR;
 }
 
-// ---- counters of rows of others ------------------------------------------------------------------------------------------------------
-
-__device__ __forceinline__ unsigned* prepared(const Call& call, unsigned head) { return call.counters + head; }
-__device__ __forceinline__ unsigned* added(const Call& call, unsigned head) { return call.counters + call.B * call.Hkv + head; }
-
-__device__ __forceinline__ void await_prepared(const Call& call, const Work& work)
-{
-    const unsigned head = work.b * (unsigned)call.Hkv + work.h, blocks = (unsigned)call.blocks;
-    if (head * blocks >= (unsigned)call.ahead)  // whole heads are ahead
-        await_turn(prepared(call, head), blocks);
-}
-
 // The phase of dS's barriers in which a step is, when so many are left.
 __device__ __forceinline__ int dS_parity(const Work& work, int steps) { return (work.steps - steps) / S_STAGES & 1; }
-
-// Of two numbers of TYPE in a word, the second.
-__device__ __forceinline__ float upper_half(unsigned x)
-{
-    return TYPE == BFLOAT16 ? __uint_as_float(x & 0xFFFF0000u) : widen<TYPE>((unsigned short)(x >> 16));
-}
-
-// By a warp: zeros, and delta, for the rows of a share. A slab of O and dO at a time.
-__device__ __forceinline__ void prepare_rows(const MappedCall& argument, unsigned index, unsigned char* on_chip, Barrier* barrier)
-{
-    constexpr int SLABS = TO_V / SLAB, LANE_ROWS = BR / WARP_LANES;
-    const Call& call = argument.call;
-    unsigned char* const place = on_chip + AT_PREPARED;
-    volatile Share& share = ((Share*)(on_chip + AT_SHARES))[0];
-    const int lane = threadIdx.x % WARP_LANES;
-    const auto lane_again = [&]() -> int { return PAIRED ? once_more(threadIdx.x) % WARP_LANES : lane; };  // PAIRED: no register for it
-    if (lane == 0)
-        find_share(call, index, share);
-    __syncwarp();
-    int parity = 0;
-#pragma unroll 1
-    while (share.left > 0) {
-        float gamma[LANE_ROWS] = {};
-#pragma unroll 1
-        for (int slab = 0; slab < SLABS; slab++, parity ^= 1) {
-            const int h = share.h, b = share.b, block = share.block;
-            if (lane == 0) {
-                arrive_expecting(barrier, PREPARED_BYTES);
-                copy_box(place, argument.map[MAP_O], barrier, slab * SLAB, block * BR, h, b);
-                copy_box(place + PREPARED_BYTES / 2, argument.map[MAP_DO], barrier, slab * SLAB, block * BR, h, b);
-            }
-            constexpr int VECTORS = BR * TO_D / LANE_NUMBERS / SLABS;
-            float4* const sums = (float4*)sums_of_block(call, first_block(call, b, h, 0) + block) + slab * VECTORS + lane_again();
-#pragma unroll 4
-            for (int x = 0; x < (STORES ? 0 : VECTORS); x += WARP_LANES)
-                sums[x] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-            await(barrier, PAIRED ? slab : parity);  // PAIRED: of two slabs
-            // Each lane some rows, of which it reads other columns than its neighbours: those are in other banks
-            const unsigned thread = once_more(threadIdx.x), turned = thread % 8 * VECTOR_BYTES;
-            const unsigned from = shared_address(place) + thread % WARP_LANES * SLAB_ROW;
-#pragma unroll 1
-            for (int x = 0; x < SLAB_ROW; x += VECTOR_BYTES)
-#pragma unroll
-                for (int r = 0; r < LANE_ROWS; r++) {
-                    const unsigned at = from + r * WARP_LANES * SLAB_ROW + (x ^ turned);
-                    const uint4 o = load_shared(at), d = load_shared(at + PREPARED_BYTES / 2);
-                    const unsigned O[4] = {o.x, o.y, o.z, o.w}, dO[4] = {d.x, d.y, d.z, d.w};
-#pragma unroll
-                    for (int e = 0; e < 4; e++) {
-                        gamma[r] = fmaf(widen<TYPE>((unsigned short)O[e]), widen<TYPE>((unsigned short)dO[e]), gamma[r]);
-                        gamma[r] = fmaf(upper_half(O[e]), upper_half(dO[e]), gamma[r]);
-                    }
-                }
-            __syncwarp();
-        }
-#pragma unroll
-        for (int r = 0; r < LANE_ROWS; r++) {
-            const int row = r * WARP_LANES + lane_again(), i = share.block * BR + row;
-            const bool exists = i < (int)call.Tq;
-            if (DLSE && exists)
-                gamma[r] -= *row_of(call.dlse, share.b, share.h, i);
-            if constexpr (PAIRED) {
-                const unsigned blocks = (once_more((unsigned)call.Tq) + BR - 1) / BR;
-                store_record(record_of_block(call, (share.b * (unsigned)call.Hq + share.h) * blocks + share.block), row,
-                             exists ? *row_of(call.lse, share.b, share.h, i) : -INFINITE, exists ? gamma[r] : 0.0f);
-                __syncwarp();  // one row after the other, as registers are few
-            } else if (exists) {
-                *row_of(call.delta, share.b, share.h, i) = gamma[r];
-            }
-        }
-        __syncwarp();
-        if (lane == 0)
-            next_block(share);
-        __syncwarp();
-    }
-    __syncwarp();
-    if (lane == 0)
-        pass_turn(prepared(call, share.head));
-}
-
-// By a warp: dQ of the rows of a share, 64 rows of a slab's columns at a time. In 16 bits they begin a little before where they were: what lies there
-// has been read.
-__device__ __forceinline__ void finish_rows(const MappedCall& argument, unsigned index, unsigned char* on_chip, Barrier* barrier)
-{
-    const Call& call = argument.call;
-    unsigned char *const place = on_chip + AT_FINISHED, *const sums = place + FINISHED_BEFORE;
-    volatile Share& share = ((Share*)(on_chip + AT_SHARES))[1];
-    const int lane = threadIdx.x % WARP_LANES;
-    if (lane == 0) {
-        find_share(call, index, share);
-        if (share.from < share.to)
-            await_turn(added(call, share.head), (unsigned)call.blocks);
-        fence_device();
-    }
-    __syncwarp();
-    const float scale = (float)call.scale;
-    int parity = 0;
-#pragma unroll 1
-    while (share.left > 0) {
-#pragma unroll 1
-        for (int patch = 0; patch < PATCHES; patch++, parity ^= 1) {
-            if (lane == 0) {
-                await_stores_read<0>();
-                arrive_expecting(barrier, PATCH * 4);
-                copy_bulk(sums, sums_of_block(call, first_block(call, share.b, share.h, 0) + share.block) + patch * PATCH, barrier, PATCH * 4);
-            }
-            await(barrier, parity);
-            unsigned from = shared_address(sums) + lane * VECTOR_BYTES;
-#pragma unroll 1
-            for (int row = APART ? lane / 16 * 8 + lane % 8 : lane % 16; row < 64; row += 16)
-#pragma unroll
-                for (int x = APART ? lane / 8 % 2 : lane / 16; x < SLAB / 8; x += 2, from += 2 * WARP_LANES * VECTOR_BYTES) {
-                    const uint4 left = load_shared(from), right = load_shared(from + WARP_LANES * VECTOR_BYTES);
-                    const auto scaled = [&](unsigned x, unsigned y) { return pair(__uint_as_float(x) * scale, __uint_as_float(y) * scale); };
-                    const unsigned words[4] = {scaled(left.x, left.y), scaled(left.z, left.w), scaled(right.x, right.y), scaled(right.z, right.w)};
-                    __syncwarp();  // all have read
-                    store_matrices<APART>(place + in_slab(row, x), words[0], words[1], words[2], words[3]);
-                }
-            fence_shared();
-            __syncwarp();
-            if (lane == 0) {
-                store_box(argument.map[MAP_DQ], place, BY_COLUMNS ? patch * SLAB : 0, share.block * BR + (BY_COLUMNS ? 0 : patch * 64), share.h, share.b);
-                commit_stores();
-            }
-        }
-        __syncwarp();
-        if (lane == 0)
-            next_block(share);
-        __syncwarp();
-    }
-    if (lane == 0)
-        await_stores_read<0>();  // shared memory is given back
-}
 
 // ---- the warps that copy ---------------------------------------------------------------------------------------------------
 
@@ -516,6 +330,17 @@ __device__ __forceinline__ void add_all(const Call& call, const Work& work, cons
 }
 
 // ---- the warpgroups that compute --------------------------------------------------------------------------------------------------
+
+// The factor of begin_with_minus: -1 for three of 16 rows from `first` on, a multiple of 4, and 0 for the others. A lane has, in two words, two
+// neighbouring rows of each eight. It is found each time, as there is no register for it.
+__device__ __forceinline__ void minus_one(unsigned (&x)[4], int first)
+{
+    const unsigned thread = once_more(threadIdx.x);
+    const unsigned word = (int)(thread / 2 % 2) == first / 4 % 2 ? thread % 2 ? 0xBF80u : 0xBF80BF80u : 0u;
+#pragma unroll
+    for (int e = 0; e < 4; e++)
+        x[e] = first / 8 == e / 2 ? word : 0u;
+}
 
 // store_factor, in reverse.
 template <int ROWS> __device__ __forceinline__ void load_factor(unsigned (&factor)[4], const unsigned char* slabs, int row, int n)
@@ -966,11 +791,11 @@ __device__ __forceinline__ void compute_all(const Call& call, const Work& work, 
                 await_products<0>();  // dP
                 if constexpr (ROWS_FIRST && !DELTA_FIRST)
                     read_rows(rows_delta, delta);
+                if (PAIRED && hides)
+                    limit.x = once_more(limit.x);  // to be compared again: no registers for what was found
 #pragma unroll
                 for (int n = 0; n < PART / 2; n++)
                     x[n] *= DELTA_FIRST ? dP[n] : dP[n] - of_row(rows_delta, delta, n);
-                if constexpr (PAIRED)
-                    limit.x = once_more(limit.x);  // to be compared again: no register for what was found
                 if (hides)
                     hide(x, limit);
 #pragma unroll
