@@ -36,8 +36,9 @@
 constexpr int COMPUTING = 2, KEYS = BC / COMPUTING;  // warpgroups, and the keys of each
 constexpr int KEYS_THREADS = (1 + COMPUTING + APART) * WARPGROUP;
 constexpr int STAGES = BR == 64 && !FUSED ? 3 : 2, S_STAGES = 2;  // of Q and dO on chip; of dS
-constexpr int COPYING = PAIRED ? 1 : FUSED ? 32 : 64;   // threads that copy; one of the next warp may add to dQ's sums
-constexpr int PART = 64, PARTS = BR / PART;             // rows that dP has at a time
+constexpr int COPYING = PAIRED ? 1 : FUSED ? 32 : 64;             // threads that copy
+constexpr int ADDS = COPYING == 64 ? 64 : 32;                     // a thread behind these, which may add to dQ's sums
+constexpr int PART = 64, PARTS = BR / PART;                       // rows that dP has at a time
 static_assert(KEYS == 64 && BR % SLAB == 0, "what products can do");
 
 // Steps of SUM columns of dP = V dO^T whose factor V is in registers, not in shared memory, which is what bounds this kernel: as many as there is
@@ -86,7 +87,8 @@ constexpr int AT_DS_CAME = AT_DS + BC * BR * 2, AT_DS_SENT = AT_DQ;  // PAIRED: 
 constexpr int AT_PREPARED = AT_DQ + (APART ? 0 : COMPUTING * PATCH * 4);
 constexpr int AT_FINISHED = AT_PREPARED + (FUSED && !PAIRED) * PREPARED_BYTES;  // PAIRED: one warp prepares, then finishes, in one place
 constexpr int AT_LSE = AT_FINISHED + FUSED * (FINISHED_BEFORE + PATCH * 4), AT_LSE_END = AT_LSE + STAGES * BR * 4;
-constexpr int AT_DELTA = PAIRED ? 0 : AT_LSE_END, AT_LIMITS = AT_LSE_END + !PAIRED * DELTA_BYTES, LIMITS = BAND && APART ? COMPUTING * WARPGROUP * VECTOR_BYTES : 0;
+constexpr int AT_DELTA = PAIRED ? 0 : AT_LSE_END, AT_LIMITS = AT_LSE_END + !PAIRED * DELTA_BYTES;
+constexpr int LIMITS = BAND && APART ? COMPUTING * WARPGROUP * VECTOR_BYTES : 0;
 constexpr int AT_SHARES = AT_LIMITS + LIMITS, AT_BARRIERS = AT_SHARES + FUSED * 64;
 constexpr int K_THERE = 0, V_THERE = 1, Q_THERE = 2, O_THERE = Q_THERE + STAGES, READ = O_THERE + STAGES;
 constexpr int DQ_THERE = READ + STAGES, DQ_READ = DQ_THERE + COMPUTING;  // of each warpgroup's part
@@ -172,7 +174,7 @@ __device__ __forceinline__ void copy_all(const MappedCall& argument, const Work&
 {
     const Call& call = argument.call;
     const int thread = threadIdx.x;
-    const long long slot = (unsigned)work.slot;  // its upper half takes no register
+    const long long slot = (unsigned)work.slot;  // whose upper half takes no register then
     if constexpr (FUSED)
         await_prepared(call, work);
     if constexpr (PAIRED)
@@ -229,9 +231,9 @@ __device__ __forceinline__ void copy_all(const MappedCall& argument, const Work&
     }
 }
 
-// PAIRED: a thread copies K of the other block of threads, and sends dS of those rows whose dQ that one computes. When that has come, half of dQ may be stored where it was.
-// What comes from there finds a free place: the one before has been read. Before a block of threads ends it has seen all arrivals from the other one,
-// which makes none after that.
+// PAIRED: a thread copies K of the other block of threads, and sends dS of those rows whose dQ that one computes. When that has come, half of dQ may be
+// stored where it was. What comes from there finds a free place: the one before has been read. Before a block of threads ends it has seen all arrivals
+// from the other one, which makes none after that.
 __device__ __forceinline__ void exchange(const MappedCall& argument, const Work& work, unsigned char* on_chip, Barrier* barriers)
 {
     if (work.steps == 0)
@@ -749,7 +751,7 @@ __device__ __forceinline__ void compute_all(const Call& call, const Work& work, 
                     else
                         return n % 2 ? from[n / 4 * 4].y : from[n / 4 * 4].x;
                 };
-                // Column 8 (n / 4) + n % 2 after the lane's first is the row, counted from i0
+                // Column 8 (n / 4) + n % 2 after the lane's first is the row, counted from i0; PAIRED: from the first of this step
                 const auto hide = [&](float (&x)[PART / 2], const uint4 limit) {
                     if constexpr (PAIRED) {
 #pragma unroll
@@ -1023,7 +1025,7 @@ extern "C" __global__ void __launch_bounds__(KEYS_THREADS, 1) CLUSTER fa2_backwa
         give_registers<COPYING_REGISTERS>();
         if (threadIdx.x < COPYING && work.steps > 0)
             copy_all(argument, work, on_chip, barriers);
-        else if (!APART && threadIdx.x == (COPYING > WARP_LANES ? COPYING : WARP_LANES) && (FUSED || work.steps > 0))
+        else if (!APART && threadIdx.x == ADDS && (FUSED || work.steps > 0))
             add_all(call, work, on_chip, barriers);
         if constexpr (FUSED) {
             // For as many blocks of threads as there are blocks of keys, if there are more
