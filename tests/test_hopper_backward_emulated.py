@@ -811,10 +811,12 @@ BROKEN_PAIRED = {
     "dK comes where K is still read": (
         "else\n            all_meet();\n    } else {", "else\n            ;\n    } else {"),
     "delta has one part alone, thrice": ("rest -= __uint_as_float(bits & 0xFFFF0000u);", ""),
-    "delta is the other stage's": ("minus_one(minus, rows_of_delta(stage));", "minus_one(minus, rows_of_delta(!stage));"),
+    "delta is the other stage's": (
+        "minus_one(minus, rows_of_delta(stage));", "minus_one(minus, rows_of_delta(!stage));"),
     "halves of rows are as in the first stage": ("copy_bulk(rows + (n ^ 1) *", "copy_bulk(rows + n *"),
     "lse is in other units": ("lse * LOG2E;", "lse;"),
-    "lse is the other stage's": ("on_chip + AT_LSE + stage * BR * 4, record", "on_chip + AT_LSE + !stage * BR * 4, record"),
+    "lse is the other stage's": (
+        "on_chip + AT_LSE + stage * BR * 4, record", "on_chip + AT_LSE + !stage * BR * 4, record"),
     "lse and delta are not expected": ("BR * TO_V * 2 + PAIRED * RECORD_BYTES", "BR * TO_V * 2"),
     "records of other rows": ("h, 0) + i0 / BR), on_chip,", "h, 0) + (i0 / BR ^ 1)), on_chip,"),
     "rows that nobody writes are left": (
@@ -834,7 +836,8 @@ BROKEN_PAIRED_CAUSAL = {
     "rows begin anywhere": ("causal, offsets", "work.i_high) / ROWS * ROWS;", "work.i_high) / BR * BR;"),
     "no key is before the first row": ("causal, everything visible", "-BC, q_length) : 0;", "0, q_length) : 0;"),
     "nobody has rows, and K is copied": (
-        "causal, nothing visible", "    if (work.steps == 0)\n        return;\n    arrive_expecting", "    arrive_expecting"),
+        "causal, nothing visible", "    if (work.steps == 0)\n        return;\n    arrive_expecting",
+        "    arrive_expecting"),
 }  # fmt: skip
 
 
