@@ -14,18 +14,21 @@ import numpy as np
 
 from bench import dense
 
-SETS = {"forward": 72, "backward": 72}  # of constants
+SETS = {"forward": 72, "backward": 72, "long": 16}  # of constants; long: backward, such as long calls have
 
 HEADS = {  # d and dv; the first ones more often
     "forward": ((64, 64), (128, 128), (64, 64), (128, 128), (96, 96), (192, 128), (256, 256), (8, 200), (128, 64),
                 (64, 128), (192, 192), (32, 32), (256, 64), (40, 72), (16, 8), (72, 248)),
     "backward": ((64, 64), (128, 128), (64, 64), (128, 128), (96, 96), (64, 128), (128, 64), (32, 32), (256, 256),
                  (192, 128), (8, 120), (72, 40), (192, 192), (64, 256), (256, 136), (16, 8)),
+    "long": ((128, 128), (64, 64), (128, 72), (96, 128), (128, 128), (72, 80), (64, 40), (128, 128)),
 }  # fmt: skip
 ROWS = {"long": (193, 600), "short": (17, 192), "few": (1, 16)}  # by which the forward pass has other kernels
 LONGEST_KEYS = 600
 EDGES = (1, 17, 63, 64, 65, 127, 128, 129, 191, 192, 193, 255, 256, 257, 320, 383, 384, 448, 511, 512, 513, 576)
 BANDS = ("none", "causal", "causal", "window", "left", "right", "causal window")
+LONG_BANDS = ("none", "causal", "right", "causal")
+EVEN_ROWS, EVEN_KEYS = 128, 256  # whole ones of these: in pairs are blocks of 64 rows and of 128 keys
 VIEWS = ("plain", "bthd", "turned", "wide")  # in memory (B, H, T, d) or (B, T, H, d); rows with more columns
 SIZES = (1.0, 1.0, 1.0, 4.0, 30.0)  # of the queries
 MOST_HEADS, MANY_HEADS = 8, 64  # of all sequences, usually and in some calls: the reference takes time
@@ -65,6 +68,10 @@ class Kind:
     def name(self) -> str:
         return f"{self.part}/{self.number}"
 
+    @property
+    def backward(self) -> bool:
+        return self.part != "forward"
+
 
 @dataclass
 class Drawn:
@@ -101,13 +108,17 @@ def kinds(part: str, seed: int, count: int | None = None) -> list[Kind]:
     """The sets of constants of a part, in which head dimensions and dtypes take turns."""
     backward, found = part == "backward", []
     for n in range(SETS[part] if count is None else count):
-        rng = np.random.default_rng([seed, backward, n])
+        rng = np.random.default_rng([seed, list(SETS).index(part), n])
 
         def some(share: float, rng: np.random.Generator = rng) -> bool:
             return bool(rng.random() < share)
 
         dtype = ("bfloat16", "float16")[n % 2]
         d, dv = HEADS[part][n // 2 % len(HEADS[part])]
+        if part == "long":  # a few options, as the others have kernels that are not planned in other ways
+            band = LONG_BANDS[n % len(LONG_BANDS)]
+            found.append(Kind(part, n, dtype, d, dv, "long", False, False, band, False, False, "", bool(n % 3), False))
+            continue
         packed = some(0.25)
         rows = ("long", "short", "few")[int(rng.choice(3, p=(0.5, 0.3, 0.2) if backward else (0.6, 0.4, 0.0)))]
         found.append(Kind(
@@ -121,7 +132,7 @@ def kinds(part: str, seed: int, count: int | None = None) -> list[Kind]:
 
 def draw(kind: Kind, number: int, seed: int) -> Drawn:
     """The same call for the same numbers."""
-    rng = np.random.default_rng([seed, kind.part == "backward", kind.number, 1 + number])
+    rng = np.random.default_rng([seed, list(SETS).index(kind.part), kind.number, 1 + number])
 
     def length(low: int, high: int) -> int:
         edges = [n for n in EDGES if low <= n <= high]
@@ -139,6 +150,10 @@ def draw(kind: Kind, number: int, seed: int) -> Drawn:
     Tq, Tk = length(low, high), length(1, LONGEST_KEYS)
     if rng.random() < 0.2:
         Tk = Tq
+    if kind.part == "long" and rng.random() < 0.8:
+        Tq, Tk = -(-Tq // EVEN_ROWS) * EVEN_ROWS, -(-Tk // EVEN_KEYS) * EVEN_KEYS
+        if kind.band == "none":  # the last ones need not all exist
+            Tq, Tk = Tq - int(rng.integers(60)), Tk - int(rng.integers(120))
     options: dict[str, Any] = {}
     cu = None
     if kind.packed:
@@ -261,7 +276,7 @@ def make(x: Drawn, where: Where) -> Made:
         slopes = torch.rand(Hq, generator=generator, device=where.device)
         options["alibi_slopes"], clean.slopes, clean.distance = slopes, slopes[:, None, None], apart.abs()
     dlse = None
-    if k.part == "backward":
+    if k.backward:
         clean.dout = dout
         if k.dlse:
             clean.dlse = dlse = normal(x.B, Hq, x.Tq, dtype=torch.float32)
@@ -305,7 +320,8 @@ def served(made: Made, direction: str) -> str:
     cu = {} if made.cu_seqlens is None else dict(zip(("cu_seqlens_q", "cu_seqlens_k"), made.cu_seqlens, strict=True))
     a = made.arrays
     plan = rf.explain(a["q"], a["k"], a["v"], direction, **cu, **made.options)
-    return f"{plan.kernel}, {plan.tiles.family}"
+    pairs = " in pairs" * dict(plan.tiles.constants).get("PAIRED", 0)
+    return f"{plan.kernel}{pairs}, {plan.tiles.family}"
 
 
 def traits(x: Drawn) -> list[str]:

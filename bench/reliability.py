@@ -8,11 +8,13 @@ The parts:
 
 * ``forward``, ``backward``: random shapes in sets of constants, each of which a kernel is compiled for. Results are
   compared with the dense formula in float64 on the GPU (:mod:`bench.dense`), by the contract's own bound (section 6):
-  a ratio above 1 is a failure. Some calls are compared with the NumPy oracle, too.
+  a ratio above 1 is a failure. Some calls are compared with the NumPy oracle, too. ``long``: the same of backward
+  passes that are planned as long calls are: rows of others are prepared and finished, blocks of threads go in pairs.
 * ``repeats``: the same call thousands of times: bits, or where the order of additions is not fixed the bound.
 * ``graphs``: forward and backward pass of a call in one CUDA graph, replayed with new numbers.
 * ``accuracy``: scores that are made to be hard for a maximum that stays, beside the loop that follows the maximum and
-  cuDNN, on some rows of up to 65,536; ``gradients``: all gradients beside cuDNN's.
+  cuDNN, on some rows of up to 65,536; ``gradients``: all gradients beside cuDNN's, each from its own out, and ours from
+  cuDNN's.
 * ``redo``: what a call takes of which no piece, one or every piece is done again. By itself, after all others.
 
 Jobs are shared out to processes on one GPU. Exit status: 0; 1 if something failed or was not run; 2 when the call makes
@@ -44,9 +46,9 @@ from bench import dense, record
 from bench.draws import Drawn, Kind, Made, Where, call, draw, expected_of, kinds, make, ratios, served, traits
 
 SCHEMA = "rawflash-reliability-1"
-PARTS = ("forward", "backward", "repeats", "graphs", "accuracy", "gradients", "redo")
+PARTS = ("forward", "backward", "long", "repeats", "graphs", "accuracy", "gradients", "redo")
 EXIT_FAILED, EXIT_USAGE, EXIT_STUCK = 1, 2, 3
-SHAPES = {"forward": 32, "backward": 34}  # of each
+SHAPES = {"forward": 32, "backward": 34, "long": 30}  # of each
 ORACLE_EVERY = 4  # of every fourth set one call is compared with the NumPy oracle, too
 ORACLE_MOST = 2_000_000  # scores
 PROCESSES = 15
@@ -107,7 +109,23 @@ APART = 1e-9  # of the largest number: the two references are float64, in other 
 def soak(where: Where, kind: Kind, shapes: int, seed: int, oracle: bool = False,
          only: int | None = None) -> Row:  # fmt: skip
     """Random calls of one set of constants."""
-    backward = kind.part == "backward"
+    with planned_as_long() if kind.part == "long" else contextlib.nullcontext():
+        return _soak(where, kind, shapes, seed, oracle, only)
+
+
+@contextlib.contextmanager
+def planned_as_long() -> Iterator[None]:
+    """Backward passes inside have what only long ones have else: see ``_is_fused`` of :mod:`rawflash.tiling`."""
+    from rawflash import problem, tiling
+
+    changed = {"WGMMA_FUSED": 0.0, "WGMMA_FUSED_KEYS": 1, "WGMMA_FUSED_LAG": 0.0, "WGMMA_FUSED_ROWS": {64: 0, 128: 0},
+               "WGMMA_PAIRED_ROWS": 0}  # fmt: skip
+    with mock.patch.multiple(tiling, **changed), mock.patch.object(problem, "_MEMO", {}):
+        yield
+
+
+def _soak(where: Where, kind: Kind, shapes: int, seed: int, oracle: bool, only: int | None) -> Row:
+    backward = kind.backward
     counts: Counter[str] = Counter()
     families: Counter[str] = Counter()
     worst: dict[str, list[float]] = {}
@@ -117,7 +135,7 @@ def soak(where: Where, kind: Kind, shapes: int, seed: int, oracle: bool = False,
         x = draw(kind, n, seed)
         try:
             made = make(x, where)
-            families[served(made, kind.part)] += 1
+            families[served(made, "backward" if backward else "forward")] += 1
             spoil(made, backward)
             results = call(made, backward)
             expected = expected_of(made, results)
@@ -192,7 +210,10 @@ REPEATED = {
     "d = 128": dict(dtype="float16", d=128, causal=False),
     "d = 256, causal": dict(dtype="bfloat16", d=256, causal=True),
     "d = 128, causal, pieces done again": dict(dtype="bfloat16", d=128, causal=True, large=400.0),
+    "d = 128, in pairs": dict(dtype="bfloat16", d=128, causal=False, T=1280, long=True),
+    "d = 128, causal, in pairs": dict(dtype="float16", d=128, causal=True, T=1280, long=True),
 }
+ONE_WAY = {"again": "forward", "in pairs": "backward"}  # names with it are repeated this way alone
 REPEATS = {"forward": 10_000, "backward": 10_000, "deterministic": 1_000}
 
 
@@ -221,11 +242,17 @@ def _bits(a: Any) -> Any:
 
 def repeats(where: Where, name: str, direction: str, times: int) -> Row:
     """A call many times, compared on the device; one number comes back at the end."""
+    how = dict(REPEATED[name])
+    with planned_as_long() if how.pop("long", False) else contextlib.nullcontext():
+        return _repeats(where, how, direction, times)
+
+
+def _repeats(where: Where, how: dict[str, Any], direction: str, times: int) -> Row:
     import torch
 
     import rawflash as rf
 
-    made = usual(where, **REPEATED[name], backward=direction != "forward")
+    made = usual(where, **how, backward=direction != "forward")
     options = made.options
     if direction == "deterministic":
         options["deterministic"] = True
@@ -430,9 +457,9 @@ def accuracy(where: Where, dtype: str, d: int, T: int, causal: bool, families: S
             "served": dict(kernels), "failures": failures}  # fmt: skip
 
 
-def _by(line: Row, key: str) -> float | None:
+def _by(line: Row, key: str, mine: str = "rawflash") -> float | None:
     """Ours by cuDNN's; None where that has no figure."""
-    ours, theirs = (line.get(who, {}).get(key) for who in ("rawflash", "cudnn"))
+    ours, theirs = (line.get(who, {}).get(key) for who in (mine, "cudnn"))
     if ours is None or theirs is None or not math.isfinite(theirs):
         return None
     if theirs == 0:
@@ -447,6 +474,8 @@ def gradients(where: Where, dtype: str, d: int, T: int, causal: bool,
               families: Sequence[str] = GRADIENT_FAMILIES) -> Row:  # fmt: skip
     """Errors of all gradients by family, each side from its own out and lse: ours and cuDNN's."""
     import torch
+
+    import rawflash as rf
 
     device, lines, failures = where.device, {}, []
     at = torch.arange(T, device=device)
@@ -473,12 +502,20 @@ def gradients(where: Where, dtype: str, d: int, T: int, causal: bool,
                 if lost(where):
                     raise
         line: Row = {"cudnn_failed": why} if why else {}
+        # What the backward pass itself adds: ours from the out that theirs is from
+        same: dict[str, Any] = {}
+        if theirs:
+            found = rf.attention_backward(dout, q, k, v, theirs["out"].to(q.dtype), results["lse"], **made.options)
+            same = dict(zip(("dq", "dk", "dv"), found, strict=True))
         for result in ("out", "dq", "dk", "dv"):
             line[result] = {"rawflash": errors(results[result], *expected[result])}
             if result in theirs:
                 line[result]["cudnn"] = errors(theirs[result], *expected[result])
                 for key in ("largest", "rms"):
                     line[result][f"{key}_by_cudnn"] = _by(line[result], key)
+                if result in same:
+                    line[result]["same_out"] = errors(same[result], *expected[result])
+                    line[result]["rms_by_cudnn_of_the_same_out"] = _by(line[result], "rms", "same_out")
                 by = line[result]["rms_by_cudnn"]
                 if not (by or 0) <= BY_CUDNN:
                     failures.append({"family": name, "what": f"{result}: error {by} times that of cuDNN"})
@@ -543,7 +580,7 @@ def jobs(parts: Sequence[str], seed: int, sets: int | None = None, shapes: int |
     if "repeats" in parts:
         for direction, times in REPEATS.items():
             for name in REPEATED:
-                if direction == "forward" or "again" not in name:
+                if all(direction == way for word, way in ONE_WAY.items() if word in name):
                     found.append(Job(f"repeats/{direction}, {name}", "repeats",
                                      {"name": name, "direction": direction, "times": times}))  # fmt: skip
     if "accuracy" in parts:
@@ -558,7 +595,7 @@ def jobs(parts: Sequence[str], seed: int, sets: int | None = None, shapes: int |
                   for causal in (False, True)]  # fmt: skip
     if "graphs" in parts:
         found += [Job(f"graphs/{name}", "graphs", {"name": name}) for name in GRAPHS]
-    for part in ("backward", "forward"):
+    for part in ("backward", "long", "forward"):
         if part in parts:
             drawn = kinds(part, seed, sets)
             drawn.sort(key=lambda kind: -max(kind.d, kind.dv))
@@ -767,7 +804,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         rows.append(row)
         for failure in row["failures"]:
             print(f"FAILED {row['name']}: {failure}", flush=True)
-        if len(rows) % 10 == 0 or row.get("seconds", 0) > 20 or not row["name"].startswith(("forward", "backward")):
+        if len(rows) % 10 == 0 or row.get("seconds", 0) > 20 or not row["name"].startswith(tuple(SHAPES)):
             taken = f"{time.monotonic() - begun:.0f} s, {row['name']}: {row.get('seconds', 0):.1f} s"
             print(f"[{len(rows)}/{total}] {taken}", flush=True)
             save()

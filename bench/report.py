@@ -388,12 +388,13 @@ def _worst(worst: dict[str, Any]) -> str:
 def proofs(results: Results) -> Made:
     """Calls that were held against the bound or against one another."""
     lines, rows = [], []
-    for part in ("forward", "backward"):
+    parts = {"forward": "forward", "backward": "backward", "long": "backward, planned as long calls are"}
+    for part, name in parts.items():
         mine = _of_part(results, part)
         rows += mine
         for entry in reliability.summary(mine).values():
             ours = sum(count for kernel, count in entry["served"].items() if kernel.endswith(", wgmma"))
-            what = f"{part}, random shapes in {entry['jobs']} sets of constants"
+            what = f"{name}, random shapes in {entry['jobs']} sets of constants"
             lines.append([what, f"{entry['calls']:,}", f"{ours:,}", str(entry["failures"]), "",
                           _worst(entry.get("worst", {}))])  # fmt: skip
     for part in ("repeats", "graphs"):

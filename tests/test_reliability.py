@@ -25,7 +25,7 @@ def small(monkeypatch):
     monkeypatch.setattr(draws, "LONGEST_KEYS", 24)
 
 
-@pytest.mark.parametrize("part", ["forward", "backward"])
+@pytest.mark.parametrize("part", ["forward", "backward", "long"])
 def test_drawn_calls_are_those_of_the_seed(part):
     some = [draws.draw(kind, n, 5).words() for kind in draws.kinds(part, 5) for n in range(2)]
     assert some == [draws.draw(kind, n, 5).words() for kind in draws.kinds(part, 5) for n in range(2)]
@@ -48,6 +48,27 @@ def test_everything_is_drawn(part):
     assert families.count("wgmma") / len(families) * len(calls) > 2000
 
 
+def test_pairs_are_drawn():
+    """Of calls that are planned as long ones all have rows of others, and more than half of those with 128 columns are
+    pairs, under a mask and without one. Outside nothing is planned so."""
+    row = replace(kernels_on("cupy_raw", chip("sm_90")), processors=132)
+    calls = [draws.draw(kind, n, 0) for kind in draws.kinds("long", 0) for n in range(reliability.SHAPES["long"])]
+
+    def plans():
+        bands = {"none": {}, "causal": {"causal": True}, "right": {"window": (None, 5)}}
+        problems = [replace(problem_of(x), **bands[x.kind.band]) for x in calls]
+        return [dict(tiling.plan_tiles(x, row, "backward").constants) for x in problems]
+
+    with reliability.planned_as_long():
+        found = plans()
+    assert all(constants["FUSED"] for constants in found)
+    pairs = [x for x, constants in zip(calls, found, strict=True) if constants["PAIRED"]]
+    assert len(pairs) > sum(x.kind.d > 64 for x in calls) / 2
+    masks = sum(x.kind.band != "none" for x in pairs)
+    assert masks > 100 and len(pairs) - masks > 50
+    assert not any(constants.get("PAIRED") for constants in plans())
+
+
 def problem_of(x):
     """As the checker would make it, for what decides on the kernel; all shapes are enough work."""
     k, sequences = x.kind, 1 if x.cu_seqlens is None else len(x.cu_seqlens[0]) - 1
@@ -59,7 +80,7 @@ def problem_of(x):
                    scale=x.options.get("scale", k.d**-0.5))  # fmt: skip
 
 
-@pytest.mark.parametrize("part", ["forward", "backward"])
+@pytest.mark.parametrize("part", ["forward", "backward", "long"])
 def test_right_results_are_so_by_both_references(small, part):
     for kind in draws.kinds(part, 1, 8):
         kind = replace(kind, d=8, dv=16)
