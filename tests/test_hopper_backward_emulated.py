@@ -461,6 +461,40 @@ def test_orders_of_threads_where_blocks_of_keys_are_divided(name, device, divide
     assert taken
 
 
+@pytest.fixture
+def by_steps(monkeypatch):
+    """All blocks of keys have three blocks of threads each."""
+    def three(problem, processors, br, bc):
+        return tiling.Divided(0, problem.B * problem.Hkv * launch.blocks_of(problem.Tk, bc), 3)
+
+    monkeypatch.setattr(tiling, "_divided_by_steps", three)
+
+
+BY_STEPS = {
+    "plain": dict(B=2, Hq=2, Tq=400, Tk=200, d=64),
+    "plain, d = 128": dict(B=1, Hq=2, Tq=330, Tk=200, d=128),
+    "groups": dict(B=2, Hq=5, Hkv=1, Tq=200, Tk=150, d=64),
+    "groups, d = 128": dict(B=1, Hq=8, Hkv=2, Tq=190, Tk=150, d=128),
+    "causal": dict(B=1, Hq=4, Hkv=1, Tq=300, Tk=300, d=64, causal=True),
+    "causal, d = 128": dict(B=1, Hq=4, Hkv=1, Tq=300, Tk=300, d=128, causal=True),
+    "window": dict(B=1, Hq=4, Hkv=2, Tq=300, d=64, window=(70, 20)),
+    "fewer steps than parts": dict(B=1, Hq=1, Tq=100, Tk=300, d=128, causal=True),
+    "fewer steps than parts, d = 64": dict(B=1, Hq=2, Hkv=1, Tq=100, Tk=300, d=64, causal=True),
+    "nothing visible": dict(B=1, Hq=2, Hkv=1, Tq=90, d=64, causal=True, q_offset=-1000),
+    "lengths": dict(B=3, Hq=2, Hkv=1, Tq=150, Tk=200, d=64, q_lengths=[150, 20, 0], kv_lengths=[130, 200, 64]),
+    "packed": dict(Hq=4, Hkv=2, Tq=300, Tk=350, d=128, cu=([3, 120, 120, 290], [2, 150, 170, 330]), causal=True),
+    "d < dv": dict(B=1, Hq=3, Hkv=1, Tq=150, Tk=140, d=64, dv=128, causal=True),
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", BY_STEPS)
+def test_blocks_of_keys_that_are_divided_by_steps(name, dtype, device, by_steps, taken, zeros):
+    case = prepared(BY_STEPS[name], dtype)
+    check(case, case.reference())
+    assert taken == ["fa2_backward_keys"] and zeros[0][0]["DIVIDED"] == 1 and zeros[0][0]["FUSED"] == 0
+
+
 @pytest.mark.parametrize("name", ["causal", "window"])
 def test_blocks_of_keys_under_a_band_are_not_divided(name, device_by_name, divided, taken):
     case = prepared(FUSED[name], "bfloat16")
