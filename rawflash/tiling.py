@@ -594,12 +594,14 @@ def _divided_by_steps(problem: Problem, processors: int, br: int, bc: int) -> Di
     """All blocks of keys, where they are too few, into as many parts each as take least time: by how many steps each
     multiprocessor has on average, and the longest block of threads."""
     blocks = problem.B * problem.Hkv * -(-problem.Tk // bc)
-    longest = -(-problem.Tq // br) * problem.group
+    lower, upper = problem.band.bounds()
+    longest = -(-min(problem.Tq, upper - lower + bc) // br) * problem.group
     average = _rows_of_keys(problem, bc) / br * problem.group
 
     def steps(parts: int) -> float:
         more = WGMMA_DIVIDED_COST * (parts > 1)
-        turns = blocks * parts / processors if average < longest else -(-blocks * parts // processors)
+        whole = -(-blocks * parts // processors)  # short ones fill up what long ones leave
+        turns = whole if average > 0.8 * longest else blocks * parts / processors
         return max(turns * (average / parts + more), longest / parts + more)
 
     parts = min(range(1, min(WGMMA_DIVIDED_MOST, longest) + 1), key=steps)

@@ -484,6 +484,7 @@ BY_STEPS = {
     "lengths": dict(B=3, Hq=2, Hkv=1, Tq=150, Tk=200, d=64, q_lengths=[150, 20, 0], kv_lengths=[130, 200, 64]),
     "packed": dict(Hq=4, Hkv=2, Tq=300, Tk=350, d=128, cu=([3, 120, 120, 290], [2, 150, 170, 330]), causal=True),
     "d < dv": dict(B=1, Hq=3, Hkv=1, Tq=150, Tk=140, d=64, dv=128, causal=True),
+    "as many as counters": dict(B=1, Hq=fa2_backward.COUNTERS // 2, Tq=40, Tk=200, d=64),
 }
 
 
@@ -685,6 +686,28 @@ BROKEN_STORED = {
     "heads share a counter": ("groups, d = 128", "work.b * (unsigned)call.Hq + h;", "work.b * (unsigned)call.Hq;"),
     "heads share a counter, d = 64": ("groups", "h + (work.steps - steps) / blocks", "h"),
 }  # fmt: skip
+
+
+BROKEN_BY_STEPS = {
+    "": ("causal", "", ""),
+    "parts begin with the first head": ("groups, d = 128", "work.first_head += begin / of_head,", ""),
+    "parts begin with the first rows": ("plain", "work.first_step = begin % of_head;", "work.first_step = 0;"),
+    "parts begin with the first rows, d = 128": (
+        "plain, d = 128", "BY_STEPS ? work.i_low + work.first_step * BR : first_rows(work)", "first_rows(work)"),
+    "dQ of a head goes on past its rows": ("causal", "int left = blocks - work.first_step;", "int left = blocks;"),
+    "steps are all parts'": ("causal", "* (part.number + 1) / part.count) - begin;", ") - begin;"),
+    "shares are counted where rows are": (
+        "as many as counters", "call.counters + (FUSED ? 2 * call.B * call.Hkv : 0)",
+        "call.counters + 2 * call.B * call.Hkv"),
+    "keys without a step have no share": (
+        "fewer steps than parts", "if (part.count == 1)\n        return true;",
+        "if (part.count == 1 || work_of(call).steps == 0)\n        return true;"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BROKEN_BY_STEPS)
+def test_broken_kernels_that_divide_by_steps_are_caught(name, device_by_name, by_steps, taken, monkeypatch):
+    check_caught(*BROKEN_BY_STEPS[name], BY_STEPS, monkeypatch, taken)
 
 
 @pytest.mark.parametrize("name", BROKEN_DIVIDED)
