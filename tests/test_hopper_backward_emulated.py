@@ -557,19 +557,30 @@ def test_pairs_of_blocks(name, dtype, device, paired, taken, zeros):
     assert taken == ["fa2_backward_keys"] and zeros[0][0]["PAIRED"] == 1
 
 
-def test_pairs_of_blocks_and_a_row_of_nan(device_by_name, paired, taken, zeros):
-    """What a NaN in dO of a row makes of delta stays in that row: zeros of a product meet delta of others."""
-    check_a_row_of_nan(zeros)
+@pytest.mark.parametrize("name", ["dout", "dlse"])
+def test_pairs_of_blocks_and_a_row_of_nan(name, device_by_name, paired, taken, zeros):
+    """What a NaN of a row makes of delta stays in that row: zeros of a product meet delta of others."""
+    check_a_row_of_nan(zeros, name)
 
 
-def check_a_row_of_nan(zeros):
+def check_a_row_of_nan(zeros, name):
     case = prepared(PAIRED["two steps"], "bfloat16")
-    case.dout[..., 70, 3] = np.nan
+    (case.dlse if name == "dlse" else case.dout[..., 3])[..., 70] = np.nan
     moved = on_device(case, False)
     dq, dk, dv = (np.asarray(x).astype(np.float32) for x in moved.backward(*moved.forward())[:3])
     assert zeros[0][0]["PAIRED"] == 1
     assert np.isnan(dq[..., 70, :]).all() and np.isfinite(np.delete(dq, 70, axis=-2)).all()
     assert np.isnan(dk).all() and np.isnan(dv[..., 3]).all()
+
+
+def test_pairs_of_blocks_and_delta_that_overflows(device_by_name, paired, taken, zeros):
+    """P is what it is, and so is dV."""
+    case = prepared(PAIRED["two steps"], "bfloat16")
+    case.v[:], case.dout[..., 70, :] = 1e20, 1e20
+    moved = on_device(case, False)
+    dq, dk, dv = (np.asarray(x).astype(np.float32) for x in moved.backward(*moved.forward())[:3])
+    assert zeros[0][0]["PAIRED"] == 1
+    assert np.isfinite(dv).all() and np.isfinite(np.delete(dq, 70, axis=-2)).all()
 
 
 def test_what_overflows_is_hidden_in_pairs(device_by_name, paired, taken, zeros):
@@ -904,9 +915,9 @@ def test_broken_kernels_in_pairs_under_a_mask_are_caught(name, device_by_name, p
 
 
 def test_a_row_of_nan_that_is_not_kept_apart_is_caught(device_by_name, paired, zeros, monkeypatch):
-    break_backward(monkeypatch, "const bool finite = fabsf(delta) < INFINITE;", "const bool finite = true;")
+    break_backward(monkeypatch, "const bool is_nan = delta != delta;", "const bool is_nan = false;")
     with pytest.raises(AssertionError):
-        check_a_row_of_nan(zeros)
+        check_a_row_of_nan(zeros, "dlse")
 
 
 @pytest.mark.parametrize("name", BROKEN_PAIRED)
