@@ -124,6 +124,7 @@ WGMMA_FUSED_ROWS = {64: 256, 128: 448}
 WGMMA_FUSED_STAGES = 2
 # Blocks of threads that the last blocks of keys are divided among, at most, and what one more costs, in steps.
 WGMMA_DIVIDED_MOST, WGMMA_DIVIDED_COST = 8, 6.0
+WGMMA_DIVIDED_GAIN = 0.9  # of the time without, at most, all blocks of keys take that are divided because they are few
 # Of rows that see a block of keys, on average: from so many on two blocks of threads go through them together.
 WGMMA_PAIRED_ROWS = 2048
 WGMMA_STORED = 512  # rows and keys up to which the first of a causal band stores its dQ, so that no sums are cleared
@@ -380,7 +381,8 @@ class Tiles:
             lines.append("  delta of later rows and dQ of earlier ones by two warps beside the products")
         if self.divided.threads:
             last = self.divided.halved + self.divided.others
-            lines.append(f"  the last {last} blocks of keys by {self.divided.threads} blocks of threads, by rows")
+            which = "last " * bool(self.lag) + str(last)
+            lines.append(f"  the {which} blocks of keys by {self.divided.threads} blocks of threads, by rows")
         if self.panel:
             lines.append(f"  softmax by panels of {self.panel} whole rows of scores")
         if self.on_chip_bytes is not None:
@@ -538,8 +540,10 @@ def _wgmma_keys(problem: Problem, chip: Chip, d: int, dv: int, lag: int) -> Tile
         divided = _divided(problem.B * problem.Hkv * key_blocks, query_blocks, problem.group, processors, 1 + paired)
         if divided.halved + divided.others > lag:  # whose rows others finish while they compute
             divided = Divided()
+    elif not (fused or problem.deterministic):
+        divided = _divided_by_steps(problem, chip.processors or WGMMA_PROCESSORS, br, bc)
     stores = (
-        problem.band.lower is None and problem.band.upper is not None and d >= dv and not paired
+        problem.band.lower is None and problem.band.upper is not None and d >= dv and not (paired or divided.threads)
         and not (problem.ragged or problem.varlen or problem.deterministic)
         and max(problem.Tq, problem.Tk) <= WGMMA_STORED
     )
@@ -584,6 +588,24 @@ def _divided(blocks: int, rows: int, group: int, processors: int, together: int 
     parts = min(processors // others if others else 1, WGMMA_DIVIDED_MOST, rows // together)
     cost = sum(rows * group / n + WGMMA_DIVIDED_COST for n in (2 * bool(halved), parts * bool(others)) if n)
     return Divided(halved, others, parts) if last and parts > 1 and cost < rows * group else Divided()
+
+
+def _divided_by_steps(problem: Problem, processors: int, br: int, bc: int) -> Divided:
+    """All blocks of keys, where they are too few, into as many parts each as take least time: by how many steps each
+    multiprocessor has on average, and the longest block of threads."""
+    blocks = problem.B * problem.Hkv * -(-problem.Tk // bc)
+    lower, upper = problem.band.bounds()
+    longest = -(-min(problem.Tq, upper - lower + bc) // br) * problem.group
+    average = _rows_of_keys(problem, bc) / br * problem.group
+
+    def steps(parts: int) -> float:
+        more = WGMMA_DIVIDED_COST * (parts > 1)
+        whole = -(-blocks * parts // processors)  # short ones fill up what long ones leave
+        turns = whole if average > 0.8 * longest else blocks * parts / processors
+        return max(turns * (average / parts + more), longest / parts + more)
+
+    parts = min(range(1, min(WGMMA_DIVIDED_MOST, longest) + 1), key=steps)
+    return Divided(0, blocks, parts) if steps(parts) < WGMMA_DIVIDED_GAIN * steps(1) else Divided()
 
 
 def _is_fused(problem: Problem, processors: int) -> bool:

@@ -325,6 +325,8 @@ def test_pairs_and_a_row_of_nan(monkeypatch):
     case = make(dtype="bfloat16", B=1, **PAIRED["plain"])
     case.dout[..., 70, 3] = np.nan
     moved = on_gpu(case)
+    tiles = rf.explain(moved.q, moved.k, moved.v, "backward", **moved.options).tiles
+    assert dict(tiles.constants).get("PAIRED", 0) == (tiles.chip == "sm_90")
     dq, dk, dv = (to_host(x).astype(np.float32) for x in moved.backward(*moved.forward())[:3])
     assert np.isnan(dq[..., 70, :]).all() and np.isfinite(np.delete(dq, 70, axis=-2)).all()
     assert np.isnan(dk).all() and np.isnan(dv[..., 3]).all()
@@ -346,8 +348,9 @@ def test_pairs_as_planned(T, causal, monkeypatch):
         assert dict(tiles.constants).get("PAIRED", 0) == (tiles.chip == "sm_90" and rows <= T)
         found[rows] = rf.attention_backward(dout, q, k, v, out, lse, causal=causal)
     for one, other in zip(*found.values(), strict=True):
-        one, other = one.astype(cupy.float32), other.astype(cupy.float32)
-        assert float(abs(one - other).max()) <= 2e-3 * float(abs(other).max())
+        for n in range(0, T, T // 8):  # under a mask the last gradients are far smaller than the first
+            part, beside = (a[:, :, n : n + T // 8].astype(cupy.float32) for a in (one, other))
+            assert float(abs(part - beside).max()) <= 2e-3 * float(abs(beside).max())
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])

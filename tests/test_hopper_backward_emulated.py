@@ -91,6 +91,12 @@ def prepared(options, dtype):
     return case
 
 
+@pytest.fixture(autouse=True)
+def undivided(monkeypatch):
+    """Calls here have few blocks of keys, and are to have what many have, but for those that say otherwise."""
+    monkeypatch.setattr(tiling, "_divided_by_steps", lambda *_: tiling.Divided())
+
+
 @pytest.fixture(params=[False, True], ids=["forwards", "backwards"])
 def device(request, monkeypatch):
     emulator.install(monkeypatch, backwards=request.param)
@@ -461,6 +467,41 @@ def test_orders_of_threads_where_blocks_of_keys_are_divided(name, device, divide
     assert taken
 
 
+@pytest.fixture
+def by_steps(monkeypatch):
+    """All blocks of keys have three blocks of threads each."""
+    def three(problem, processors, br, bc):
+        return tiling.Divided(0, problem.B * problem.Hkv * launch.blocks_of(problem.Tk, bc), 3)
+
+    monkeypatch.setattr(tiling, "_divided_by_steps", three)
+
+
+BY_STEPS = {
+    "plain": dict(B=2, Hq=2, Tq=400, Tk=200, d=64),
+    "plain, d = 128": dict(B=1, Hq=2, Tq=330, Tk=200, d=128),
+    "groups": dict(B=2, Hq=5, Hkv=1, Tq=200, Tk=150, d=64),
+    "groups, d = 128": dict(B=1, Hq=8, Hkv=2, Tq=190, Tk=150, d=128),
+    "causal": dict(B=1, Hq=4, Hkv=1, Tq=300, Tk=300, d=64, causal=True),
+    "causal, d = 128": dict(B=1, Hq=4, Hkv=1, Tq=300, Tk=300, d=128, causal=True),
+    "window": dict(B=1, Hq=4, Hkv=2, Tq=300, d=64, window=(70, 20)),
+    "fewer steps than parts": dict(B=1, Hq=1, Tq=100, Tk=300, d=128, causal=True),
+    "fewer steps than parts, d = 64": dict(B=1, Hq=2, Hkv=1, Tq=100, Tk=300, d=64, causal=True),
+    "nothing visible": dict(B=1, Hq=2, Hkv=1, Tq=90, d=64, causal=True, q_offset=-1000),
+    "lengths": dict(B=3, Hq=2, Hkv=1, Tq=150, Tk=200, d=64, q_lengths=[150, 20, 0], kv_lengths=[130, 200, 64]),
+    "packed": dict(Hq=4, Hkv=2, Tq=300, Tk=350, d=128, cu=([3, 120, 120, 290], [2, 150, 170, 330]), causal=True),
+    "d < dv": dict(B=1, Hq=3, Hkv=1, Tq=150, Tk=140, d=64, dv=128, causal=True),
+    "as many as counters": dict(B=1, Hq=fa2_backward.COUNTERS // 2, Tq=40, Tk=200, d=64),
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", BY_STEPS)
+def test_blocks_of_keys_that_are_divided_by_steps(name, dtype, device, by_steps, taken, zeros):
+    case = prepared(BY_STEPS[name], dtype)
+    check(case, case.reference())
+    assert taken == ["fa2_backward_keys"] and zeros[0][0]["DIVIDED"] == 1 and zeros[0][0]["FUSED"] == 0
+
+
 @pytest.mark.parametrize("name", ["causal", "window"])
 def test_blocks_of_keys_under_a_band_are_not_divided(name, device_by_name, divided, taken):
     case = prepared(FUSED[name], "bfloat16")
@@ -522,19 +563,30 @@ def test_pairs_of_blocks(name, dtype, device, paired, taken, zeros):
     assert taken == ["fa2_backward_keys"] and zeros[0][0]["PAIRED"] == 1
 
 
-def test_pairs_of_blocks_and_a_row_of_nan(device_by_name, paired, taken, zeros):
-    """What a NaN in dO of a row makes of delta stays in that row: zeros of a product meet delta of others."""
-    check_a_row_of_nan(zeros)
+@pytest.mark.parametrize("name", ["dout", "dlse"])
+def test_pairs_of_blocks_and_a_row_of_nan(name, device_by_name, paired, taken, zeros):
+    """What a NaN of a row makes of delta stays in that row: zeros of a product meet delta of others."""
+    check_a_row_of_nan(zeros, name)
 
 
-def check_a_row_of_nan(zeros):
+def check_a_row_of_nan(zeros, name):
     case = prepared(PAIRED["two steps"], "bfloat16")
-    case.dout[..., 70, 3] = np.nan
+    (case.dlse if name == "dlse" else case.dout[..., 3])[..., 70] = np.nan
     moved = on_device(case, False)
     dq, dk, dv = (np.asarray(x).astype(np.float32) for x in moved.backward(*moved.forward())[:3])
     assert zeros[0][0]["PAIRED"] == 1
     assert np.isnan(dq[..., 70, :]).all() and np.isfinite(np.delete(dq, 70, axis=-2)).all()
     assert np.isnan(dk).all() and np.isnan(dv[..., 3]).all()
+
+
+def test_pairs_of_blocks_and_delta_that_overflows(device_by_name, paired, taken, zeros):
+    """P is what it is, and so is dV."""
+    case = prepared(PAIRED["two steps"], "bfloat16")
+    case.v[:], case.dout[..., 70, :] = 1e20, 1e20
+    moved = on_device(case, False)
+    dq, dk, dv = (np.asarray(x).astype(np.float32) for x in moved.backward(*moved.forward())[:3])
+    assert zeros[0][0]["PAIRED"] == 1
+    assert np.isfinite(dv).all() and np.isfinite(np.delete(dq, 70, axis=-2)).all()
 
 
 def test_what_overflows_is_hidden_in_pairs(device_by_name, paired, taken, zeros):
@@ -624,7 +676,7 @@ BROKEN_DIVIDED = {
     "shares are added to one's own": ("plain, d = 128", "dV[n] = 0.0f;\n    const auto add", ";\n    const auto add"),
     "no part writes dK and dV": ("plain", "if (*others != part.count - 1)", "if (true)"),
     "shares lie in one place": ("plain, d = 128", "shares + part.number * VECTORS", "shares"),
-    "parts are not counted": ("plain", "= count_and_see(call.counters + 2", "= 0 * count_and_see(call.counters + 2"),
+    "parts are not counted": ("plain", "= count_and_see(call.counters + (", "= 0 * count_and_see(call.counters + ("),
     "all parts are the first": ("plain, d = 128", "(int)((index - first) % parts), (int)parts", "0, (int)parts"),
 }  # fmt: skip
 BROKEN_STORED = {
@@ -651,6 +703,28 @@ BROKEN_STORED = {
     "heads share a counter": ("groups, d = 128", "work.b * (unsigned)call.Hq + h;", "work.b * (unsigned)call.Hq;"),
     "heads share a counter, d = 64": ("groups", "h + (work.steps - steps) / blocks", "h"),
 }  # fmt: skip
+
+
+BROKEN_BY_STEPS = {
+    "": ("causal", "", ""),
+    "parts begin with the first head": ("groups, d = 128", "work.first_head += begin / of_head,", ""),
+    "parts begin with the first rows": ("plain", "work.first_step = begin % of_head;", "work.first_step = 0;"),
+    "parts begin with the first rows, d = 128": (
+        "plain, d = 128", "BY_STEPS ? work.i_low + work.first_step * BR : first_rows(work)", "first_rows(work)"),
+    "dQ of a head goes on past its rows": ("causal", "int left = blocks - work.first_step;", "int left = blocks;"),
+    "steps are all parts'": ("causal", "* (part.number + 1) / part.count) - begin;", ") - begin;"),
+    "shares are counted where rows are": (
+        "as many as counters", "call.counters + (FUSED ? 2 * call.B * call.Hkv : 0)",
+        "call.counters + 2 * call.B * call.Hkv"),
+    "keys without a step have no share": (
+        "fewer steps than parts", "if (part.count == 1)\n        return true;",
+        "if (part.count == 1 || work_of(call).steps == 0)\n        return true;"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BROKEN_BY_STEPS)
+def test_broken_kernels_that_divide_by_steps_are_caught(name, device_by_name, by_steps, taken, monkeypatch):
+    check_caught(*BROKEN_BY_STEPS[name], BY_STEPS, monkeypatch, taken)
 
 
 @pytest.mark.parametrize("name", BROKEN_DIVIDED)
@@ -847,9 +921,9 @@ def test_broken_kernels_in_pairs_under_a_mask_are_caught(name, device_by_name, p
 
 
 def test_a_row_of_nan_that_is_not_kept_apart_is_caught(device_by_name, paired, zeros, monkeypatch):
-    break_backward(monkeypatch, "const bool finite = fabsf(delta) < INFINITE;", "const bool finite = true;")
+    break_backward(monkeypatch, "const bool is_nan = delta != delta;", "const bool is_nan = false;")
     with pytest.raises(AssertionError):
-        check_a_row_of_nan(zeros)
+        check_a_row_of_nan(zeros, "dlse")
 
 
 @pytest.mark.parametrize("name", BROKEN_PAIRED)

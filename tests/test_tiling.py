@@ -753,6 +753,22 @@ def test_which_calls_have_divided_blocks_of_keys(options, divided):
     assert ("the last 68 blocks of keys by 148 blocks of threads" in str(tiles)) == (divided == (66, 2, 8))
 
 
+@pytest.mark.parametrize("options, divided", [
+    (dict(), (0, 64, 2)), (dict(causal=True), (0, 64, 5)), (dict(window=(100, 0)), (0, 64, 4)),
+    (dict(Hkv=32), (0, 0, 1)), (dict(Hkv=8, Tq=4096, Tk=4096), (0, 0, 1)), (dict(deterministic=True), (0, 0, 1)),
+    (dict(Hq=1, d=64, dv=64, causal=True), (0, 64, 3)), (dict(Hq=1, Tq=64), (0, 0, 1)),
+    (dict(d=256, dv=256), (0, 0, 1)), (dict(B=4, Tq=2048, Tk=2048), (0, 64, 2)), (dict(B=8), (0, 0, 1)),
+])  # fmt: skip
+def test_few_blocks_of_keys_are_divided_by_steps(options, divided):
+    """Less than one for each multiprocessor, or less time by a tenth where a mask leaves some few rows."""
+    fixed = dict(B=1, Hq=32, Hkv=1, Tq=8192, Tk=8192, d=128, dv=128, dtype="bfloat16", backend="cupy_raw")
+    tiles = plan_tiles(problem(**(fixed | options)), H200, "backward")
+    constants = dict(tiles.constants)
+    if not options.get("Hkv") == 32:
+        assert tiles.divided == divided and not constants.get("FUSED")
+    assert not (constants.get("STORES") and constants.get("DIVIDED"))
+
+
 @pytest.mark.parametrize("lag, divided", [(68, (66, 2, 8)), (67, (0, 0, 1))])
 def test_divided_blocks_of_keys_are_those_whose_rows_no_other_finishes(lag, divided, monkeypatch):
     monkeypatch.setattr(tiling, "WGMMA_FUSED_LAG", (lag + 0.5) / H200.processors)

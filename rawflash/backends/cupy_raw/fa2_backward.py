@@ -9,7 +9,7 @@ from rawflash.arrays import Target
 from rawflash.backends.cupy_raw.launch import SIDE, Launcher, blocks_of, divisor, launcher, side_gradients, split_inputs
 from rawflash.backends.cupy_raw.tensor_map import Box
 from rawflash.problem import Operands, Problem
-from rawflash.tiling import MMA, SPLIT_INPUTS, WGMMA, WGMMA_SLAB, Tiles, is_wide
+from rawflash.tiling import MMA, SPLIT_INPUTS, WGMMA, WGMMA_PROCESSORS, WGMMA_SLAB, Tiles, is_wide
 
 FILE, FILE_MMA = "fa2_backward.cu", "mma/fa2_backward.cu"
 FILE_WGMMA, FILE_WIDE = "sm90/fa2_backward.cu", "sm90/fa2_backward_wide.cu"
@@ -113,7 +113,8 @@ def _schedule(problem: Problem, tiles: Tiles, key_blocks: int) -> dict[str, int]
     """In which order blocks of threads come, and how far ahead and behind they work, in whole sections of heads: as
     many as there are of them where they do not, as kernels of their own then do it for all."""
     stores = bool(dict(tiles.constants).get("STORES"))
-    section, heads = _section(problem, stores), problem.B * problem.Hkv
+    heads, parts = problem.B * problem.Hkv, tiles.divided.parts if not tiles.lag else 1
+    section = _section(problem, stores, key_blocks * parts)
     ahead = behind = total = key_blocks * heads
     if tiles.lag:
         section = min(section, max(tiles.lag // key_blocks, 1))
@@ -128,8 +129,9 @@ def _schedule(problem: Problem, tiles: Tiles, key_blocks: int) -> dict[str, int]
     return words | {f"by_{name}": divisor(n) for name, n in divisors.items()}
 
 
-def _section(problem: Problem, stores: bool) -> int:
-    """How many K/V heads have their keys taken in turn, long columns first: as many as L2 can hold; 1: no band.
+def _section(problem: Problem, stores: bool, blocks: int) -> int:
+    """How many K/V heads have their keys taken in turn, long columns first: as many as L2 can hold; 1: no band. Each
+    has so many blocks of threads, and all multiprocessors have one: else the last head's longest ends alone.
 
     Deterministic, blocks of keys of one head wait for each other: so heads are taken in turn without a band, too, and
     more of them with one.
@@ -141,6 +143,8 @@ def _section(problem: Problem, stores: bool) -> int:
     nbytes = rows * (problem.d + problem.dv) * 2 + problem.group * problem.Tq * problem.d * 4
     whole = SECTION_STORED if stores else SECTION_BYTES
     heads = whole * (DETERMINISTIC_MORE if band and problem.deterministic else 1) // nbytes
+    if not (stores or problem.deterministic):
+        heads = max(heads, WGMMA_PROCESSORS // blocks)
     return max(min(heads, problem.B * problem.Hkv), 1)
 
 

@@ -25,7 +25,7 @@ struct Call {
     Matrix q, k, v, o, dout, dq, dk, dv;
     Statistic lse, dlse, delta, m, l;
     real* sums;  // real workspace (slots, Hq, rows of q, d or dv): O of fa1, of each further part of fa2, dQ of the backward passes;
-                 // sm90 forward: of parts of pieces, as the registers have them; backward, DIVIDED: behind dQ's, shares of dK and dV
+                 // sm90 forward: of parts of pieces, as the registers have them; backward: behind dQ's, records (PAIRED), shares of dK and dV (DIVIDED)
     Pairs bias;
     real* dbias;  // contiguous, of the extents below
     long long bias_b, bias_h, bias_i, bias_j;
@@ -51,7 +51,7 @@ struct Call {
     long long ahead, behind;         // sm90 backward: how many blocks of threads later, or before, those are whose rows one prepares, or finishes
     long long by_section, by_heads, by_last_heads, by_key_heads;  // there, for divided(): a section's blocks, its heads, those of the last; Hkv
     long long group;                 // there: query heads of a key head
-    long long whole, halved, share;  // there, DIVIDED: blocks of keys of one block of threads each, then of two; numbers from dQ's sums to those of shares
+    long long whole, halved, share;  // there, DIVIDED: blocks of keys of one block of threads each, then of two; numbers from dQ's sums to shares, behind records
     long long band_lower, band_upper;
     long long keep_threshold, seed;
     double scale, softcap, keep_scale;

@@ -10,7 +10,7 @@
 // go through the same rows, 128 after 128. Each computes dQ of 64 of these, whose sum goes over the keys of both, so that half as much is added: of
 // the other 64, which it has first, its dS goes to the other one's shared memory, and is there by the time that one needs it. Where a mask hides keys,
 // its band has no lower end, and both go through the rows that see a key of either. DIVIDED: the last blocks of keys have several blocks of threads,
-// each for some of the rows (backward.cuh).
+// each for some of the rows, or, where there are few, all of them, each for some of the steps (backward.cuh).
 // On chip:  K (Bc, d), V (Bc, dv), STAGES of Q (Br, d) and dO (Br, dv), two dS (Bc, Br) in 16 bits; dQ (Br, d) or none; lse and delta (Br), barriers;
 //           in registers S (Bc, Br), dP (Bc, 64), dK (Bc, d), dV (Bc, dv), dQ (Br, d), of V (Bc, 16 V_HELD), of K (16 K_HELD, d).
 //           PAIRED: K of the other block of threads (Bc, d), dS of both; dS to be sent lies where half of dQ comes; no columns of V that are in
@@ -62,7 +62,7 @@ constexpr int PATCH = 64 * DQ_COLUMNS;          // numbers of it
 constexpr int PATCHES = BR * TO_D / PATCH;      // in a block of rows
 // The order of the sums is kept by one thread only.
 static_assert(!APART || BY_ROWS && !DETERMINISTIC, "a warpgroup of its own computes dQ");
-static_assert(!DIVIDED || FUSED && !BAND, "the last blocks of keys have as many rows as others");
+static_assert(!DIVIDED || (FUSED ? !BAND : !STORES && !DETERMINISTIC), "the last blocks of keys have as many rows as others");
 static_assert(!ROWS_FIRST || !APART, "rows are read once");
 static_assert(!STORES || BAND && !DETERMINISTIC && !PACKED && (BY_COLUMNS || BY_ROWS), "the last keys that rows see come first");
 
@@ -151,6 +151,9 @@ __device__ __forceinline__ int stored_to(const Call& call, const Work& work)
 // The phase of dS's barriers in which a step is, when so many are left.
 __device__ __forceinline__ int dS_parity(const Work& work, int steps) { return (work.steps - steps) / S_STAGES & 1; }
 
+// The rows with which a block of threads begins, of work.first_head.
+__device__ __forceinline__ int begin_rows(const Work& work) { return BY_STEPS ? work.i_low + work.first_step * BR : first_rows(work); }
+
 // ---- the warps that copy ---------------------------------------------------------------------------------------------------
 
 // Where delta of a stage has its rows.
@@ -180,7 +183,7 @@ __device__ __forceinline__ void copy_all(const MappedCall& argument, const Work&
     if constexpr (PAIRED)
         fence_device();
     Ring<STAGES> to;
-    int h = work.h * (int)call.group, i0 = first_rows(work);
+    int h = work.first_head, i0 = begin_rows(work);
     for (int steps = work.steps; steps > 0; steps--) {
         Barrier *const q_there = barriers + Q_THERE + to.stage, *const o_there = barriers + O_THERE + to.stage;
         await(barriers + READ + to.stage, to.parity ^ 1);
@@ -278,7 +281,7 @@ __device__ __forceinline__ void pass_stored(const Call& call, const Work& work, 
 // none each. DETERMINISTIC: in the order of the keys. A block of threads then waits for those with fewer keys before it alone, which began before it.
 __device__ __forceinline__ void add_all(const Call& call, const Work& work, const unsigned char* on_chip, Barrier* barriers)
 {
-    int h = work.h * (int)call.group, i0 = first_rows(work), parity = 0;
+    int h = work.first_head, i0 = begin_rows(work), parity = 0;
     if constexpr (FUSED) {
         await_prepared(call, work);
         fence_device();
@@ -383,10 +386,10 @@ __device__ __forceinline__ void add_apart(const Call& call, const Work& work, co
     constexpr int BLOCK = BR * TO_D / LANE_NUMBERS;
     const int lane = threadIdx.x % WARP_LANES, warp = threadIdx.x / WARP_LANES % WARPS;
     const LowerHalf keys_across = lower_half(on_chip, BC * SLAB_ROW), K_across = moved(keys_across, AT_K), dS_across = moved(keys_across, AT_DS);
-    const int h = work.h * (int)call.group, blocks = (work.i_high - work.i_low + BR - 1) / BR;  // of rows, of each head
-    float4* to = (float4*)sums_of_block(call, first_block(call, work.b, h, work.q_start) + work.i_low / BR) + warp * 2 * WARP_LANES + lane;
+    const int h = work.first_head, blocks = (work.i_high - work.i_low + BR - 1) / BR;  // of rows, of each head
+    float4* to = (float4*)sums_of_block(call, first_block(call, work.b, h, work.q_start) + begin_rows(work) / BR) + warp * 2 * WARP_LANES + lane;
     const int to_be_stored = STORES ? (stored_to(call, work) - work.i_low + BR - 1) / BR : 0;  // blocks of rows, if any
-    int left = blocks;
+    int left = blocks - work.first_step;
     const auto pass = [&](int steps) {
         meet(ALL_ADDED, WARPGROUP);
         if (threadIdx.x % WARPGROUP == 0)
@@ -470,7 +473,7 @@ __device__ __forceinline__ bool has_all_sums(const Call& call, unsigned char* on
     unsigned* const others = (unsigned*)(on_chip + AT_LSE);  // nobody reads that any more
     all_meet();
     if (thread == 0)
-        *others = count_and_see(call.counters + 2 * call.B * call.Hkv + (part.block - (unsigned)call.whole), part.count - 1);
+        *others = count_and_see(call.counters + (FUSED ? 2 * call.B * call.Hkv : 0) + (part.block - (unsigned)call.whole), part.count - 1);
     all_meet();
     if (*others != part.count - 1)
         return false;
@@ -562,7 +565,7 @@ __device__ __forceinline__ void compute_all(const Call& call, const Work& work, 
         const LowerHalf delta_across = moved(chip, AT_DELTA), dS_across = moved(keys_across, AT_DS + (BY_ROWS ? mine * BC * SLAB_ROW : 0));
 
         Ring<STAGES> at;
-        int h = work.h * (int)call.group, i0 = first_rows(work), steps = work.steps, taken = 0;
+        int h = work.first_head, i0 = begin_rows(work), steps = work.steps, taken = 0;
         const auto next_step = [&]() {
             if constexpr (PAIRED) {
                 at.parity ^= steps & 1;

@@ -265,9 +265,9 @@ __device__ __forceinline__ unsigned long long moved(unsigned long long factor, i
 // The lower half of a factor, whose upper half is the same for all; `steps` are of 16 bytes. For factors that move, as in rings of stages: the
 // assembler keeps whole ones that stay where they are, but sets an upper half that it knows again in front of each product (58 of the 510 instructions
 // of a step of the backward pass). One that it does not know, as to it grids may have several axes, it keeps. How many copies of it are made between
-// products all the same depends on which factors share one: UPPER_HALVES says which of four each kind of factor has, by trial.
+// products all the same depends on which factors share one: UPPER_HALVES says which each kind of factor has, by trial.
 #ifndef UPPER_HALVES
-#define UPPER_HALVES {0, 1, 1, 2}
+#define UPPER_HALVES {0, 1, 1, 2, 2}
 #endif
 enum { FIRST_FACTOR, SECOND_FACTOR, BESIDE_REGISTERS, ACROSS_BESIDE_REGISTERS, ROWS_TO_SUBTRACT };
 template <int FACTOR> __device__ __forceinline__ unsigned unknown_one()

@@ -57,9 +57,10 @@ __device__ __forceinline__ void await_prepared(const Call& call, const Work& wor
 
 // PAIRED: what copies bring of 64 rows beside Q and dO. It is written once a row; records lie before shares of dK and dV, the last ones first. delta is in
 // three numbers of bfloat16, which have 8 of its 24 bits each and add up to it exactly, in rows of a slab; lse is in units of exp2. A row that sees
-// nothing has P = 0, and one that does not exist. Where delta is not finite it is 0 and lse is NaN, and with it all that the row has a share in: zeros
-// of begin_with_minus meet delta of other rows.
+// nothing has P = 0, and one that does not exist. Zeros of begin_with_minus meet delta of other rows, so that it has to be finite: what overflowed is the
+// largest number, and where delta is NaN it is 0 and lse is NaN, and with it all that the row has a share in.
 constexpr int NUMBER_PARTS = 3, RECORD_PARTS = NUMBER_PARTS * SLAB_ROW, RECORD_LSE = SLAB * 4, RECORD_BYTES = RECORD_PARTS + RECORD_LSE;
+static_assert(RECORD_BYTES == 4 * 160, "RECORD_NUMBERS of fa2_backward.py");
 __device__ __forceinline__ unsigned char* record_of_block(const Call& call, long long block)
 {
     static_assert(!PAIRED || BR == SLAB, "one record");
@@ -69,15 +70,16 @@ __device__ __forceinline__ unsigned char* record_of_block(const Call& call, long
 __device__ __forceinline__ void store_record(unsigned char* record, int row, float lse, float delta)
 {
     const unsigned column = once_more((unsigned)row);  // places are found here, not kept in registers: those that prepare have few
-    const bool finite = fabsf(delta) < INFINITE;
-    float rest = finite ? delta : 0.0f;
+    constexpr float MOST = 3.402823466e38f;
+    const bool is_nan = delta != delta;
+    float rest = is_nan ? 0.0f : fminf(fmaxf(delta, -MOST), MOST);
 #pragma unroll
     for (int part = 0; part < NUMBER_PARTS; part++) {
         const unsigned bits = __float_as_uint(rest);
         *(unsigned short*)(record + in_slab(part, column / 8) + column % 8 * 2) = (unsigned short)(bits >> 16);
         rest -= __uint_as_float(bits & 0xFFFF0000u);
     }
-    ((float*)(record + RECORD_PARTS))[column] = !finite ? __uint_as_float(0x7FC00000u) : lse == -INFINITE ? INFINITE : lse * LOG2E;
+    ((float*)(record + RECORD_PARTS))[column] = is_nan ? delta : lse == -INFINITE ? INFINITE : lse * LOG2E;
 }
 
 // ---- the warps that prepare and finish -----------------------------------------------------------------------------------------------
