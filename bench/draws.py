@@ -320,8 +320,9 @@ def served(made: Made, direction: str) -> str:
     cu = {} if made.cu_seqlens is None else dict(zip(("cu_seqlens_q", "cu_seqlens_k"), made.cu_seqlens, strict=True))
     a = made.arrays
     plan = rf.explain(a["q"], a["k"], a["v"], direction, **cu, **made.options)
-    pairs = " in pairs" * dict(plan.tiles.constants).get("PAIRED", 0)
-    return f"{plan.kernel}{pairs}, {plan.tiles.family}"
+    constants = dict(plan.tiles.constants)
+    way = " in pairs" if constants.get("PAIRED") else " by heads" if constants.get("TOGETHER") else ""
+    return f"{plan.kernel}{way}, {plan.tiles.family}"
 
 
 def traits(x: Drawn) -> list[str]:

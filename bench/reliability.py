@@ -43,7 +43,7 @@ from unittest import mock
 import numpy as np
 
 from bench import dense, record
-from bench.draws import Drawn, Kind, Made, Where, call, draw, expected_of, kinds, make, ratios, served, traits
+from bench.draws import HEADS, Drawn, Kind, Made, Where, call, draw, expected_of, kinds, make, ratios, served, traits
 
 SCHEMA = "rawflash-reliability-1"
 PARTS = ("forward", "backward", "long", "repeats", "graphs", "accuracy", "gradients", "redo")
@@ -110,7 +110,10 @@ def soak(where: Where, kind: Kind, shapes: int, seed: int, oracle: bool = False,
          only: int | None = None) -> Row:  # fmt: skip
     """Random calls of one set of constants."""
     lag = LAGS[kind.number // 4 % len(LAGS)]
-    with planned_as_long(lag) if kind.part == "long" else contextlib.nullcontext():
+    # Small calls have few blocks of keys: half of the sets of constants are planned as if these were many
+    many = kind.number // (2 * len(HEADS[kind.part])) % 2
+    plan = planned_as_long(lag) if kind.part == "long" else planned_as_many() if many else contextlib.nullcontext()
+    with plan:
         return _soak(where, kind, shapes, seed, oracle, only)
 
 
@@ -118,14 +121,31 @@ LAGS = (0.0, 0.25)  # where blocks of threads work so little ahead, and, by the 
 
 
 @contextlib.contextmanager
-def planned_as_long(lag: float = 0.0) -> Iterator[None]:
-    """Backward passes inside have what only long ones have else: see ``_is_fused`` of :mod:`rawflash.tiling`."""
+def _planned(**changed: Any) -> Iterator[None]:
+    """Calls inside are planned by these values of :mod:`rawflash.tiling`, which keeps no plan of theirs."""
     from rawflash import problem, tiling
 
-    changed = {"WGMMA_FUSED": 0.0, "WGMMA_FUSED_KEYS": 1, "WGMMA_FUSED_LAG": lag, "WGMMA_FUSED_ROWS": {64: 0, 128: 0},
-               "WGMMA_PAIRED_ROWS": 0}  # fmt: skip
     with mock.patch.multiple(tiling, **changed), mock.patch.object(problem, "_MEMO", {}):
         yield
+
+
+NEVER, ALWAYS = {0: 1 << 30, 1: 1 << 30}, {0: 0, 1: 0}
+
+
+def planned_as_many() -> contextlib.AbstractContextManager[None]:
+    """Backward passes inside are planned as if they had many blocks of keys, and few heads: ``_divided_by_heads`` and
+    ``_together`` there."""
+    from rawflash import tiling
+
+    return _planned(_divided_by_heads=lambda *_: tiling.Divided(), WGMMA_TOGETHER=NEVER)
+
+
+def planned_as_long(lag: float = 0.0) -> contextlib.AbstractContextManager[None]:
+    """Backward passes inside have what only long ones have else: ``_can_be_fused`` there."""
+    return _planned(
+        WGMMA_FUSED=ALWAYS, WGMMA_FUSED_KEYS=1, WGMMA_FUSED_LAG=lag, WGMMA_FUSED_ROWS={64: 0, 128: 0},
+        WGMMA_PAIRED_ROWS=0, WGMMA_TOGETHER=NEVER,
+    )  # fmt: skip
 
 
 def _soak(where: Where, kind: Kind, shapes: int, seed: int, oracle: bool, only: int | None) -> Row:

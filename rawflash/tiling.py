@@ -119,12 +119,16 @@ WGMMA_BACKWARD_STAGES, WGMMA_BACKWARD_S = {64: 3, 128: 2}, 2  # blocks of Q and 
 # Blocks of threads prepare and finish rows of others while they compute: from so many of them for each multiprocessor
 # and so many blocks of keys on, and where at least so many rows see one, on average (by the wider of d and dv); so many
 # multiprocessors' blocks later and earlier.
-WGMMA_FUSED, WGMMA_FUSED_KEYS, WGMMA_FUSED_LAG = 4.0, 4, 1.0
+WGMMA_FUSED, WGMMA_FUSED_KEYS, WGMMA_FUSED_LAG = {0: 4.0, 1: 1.9}, 4, 1.0
 WGMMA_FUSED_ROWS = {64: 256, 128: 448}
 WGMMA_FUSED_STAGES = 2
 # Blocks of threads that the last blocks of keys are divided among, at most, and what one more costs, in steps.
 WGMMA_DIVIDED_MOST, WGMMA_DIVIDED_COST = 8, 6.0
-WGMMA_DIVIDED_GAIN = 0.9  # of the time without, at most, all blocks of keys take that are divided because they are few
+# All blocks of keys, where they are few: among so many at most, and of the time without it so much at most.
+WGMMA_HEADS_MOST, WGMMA_HEADS_GAIN = 16, 0.9
+# Query heads of a key head from which on, under a mask, the same rows of all of them come together: singly; where
+# otherwise there would be pairs.
+WGMMA_TOGETHER = {0: 4, 1: 8}
 # Of rows that see a block of keys, on average: from so many on two blocks of threads go through them together.
 WGMMA_PAIRED_ROWS = 2048
 WGMMA_STORED = 512  # rows and keys up to which the first of a causal band stores its dQ, so that no sums are cleared
@@ -382,7 +386,8 @@ class Tiles:
         if self.divided.threads:
             last = self.divided.halved + self.divided.others
             which = "last " * bool(self.lag) + str(last)
-            lines.append(f"  the {which} blocks of keys by {self.divided.threads} blocks of threads, by rows")
+            by = "rows" if self.lag else "query heads"
+            lines.append(f"  the {which} blocks of keys by {self.divided.threads} blocks of threads, by {by}")
         if self.panel:
             lines.append(f"  softmax by panels of {self.panel} whole rows of scores")
         if self.on_chip_bytes is not None:
@@ -499,7 +504,7 @@ def wgmma_takes_backward(problem: Problem, chip: Chip, direction: str) -> bool:
         and all(option is None for option in options)
         and not (problem.page or problem.alibi or problem.dropout)
         and not (problem.deterministic and is_wide(problem))
-        and _fills(chip, problem.B * problem.Hkv * -(-problem.Tk // keys))
+        and (not (problem.deterministic or is_wide(problem)) or _fills(chip, problem.B * problem.Hkv * -(-problem.Tk // keys)))
     )
 
 
@@ -514,9 +519,12 @@ def _wgmma_backward(problem: Problem, chip: Chip) -> Tiles:
     if is_wide(problem):
         return next(tiles for tiles in (_wgmma_wide(chip, d, dv, *stages) for stages in WGMMA_WIDE_STAGES) if tiles)
     processors = chip.processors or WGMMA_PROCESSORS
-    if _is_fused(problem, processors):
+    if _can_be_fused(problem):
         tiles = _wgmma_keys(problem, chip, d, dv, max(int(WGMMA_FUSED_LAG * processors), 1))
-        if tiles.smem_bytes <= chip.on_chip_bytes:
+        paired = dict(tiles.constants)["PAIRED"]
+        least = WGMMA_FUSED[paired] * processors
+        blocks = problem.B * problem.Hkv * -(-problem.Tk // tiles.bc)
+        if blocks >= least and not _together(problem, paired) and tiles.smem_bytes <= chip.on_chip_bytes:
             return tiles
     return _wgmma_keys(problem, chip, d, dv, 0)
 
@@ -541,9 +549,10 @@ def _wgmma_keys(problem: Problem, chip: Chip, d: int, dv: int, lag: int) -> Tile
         if divided.halved + divided.others > lag:  # whose rows others finish while they compute
             divided = Divided()
     elif not (fused or problem.deterministic):
-        divided = _divided_by_steps(problem, chip.processors or WGMMA_PROCESSORS, br, bc)
+        divided = _divided_by_heads(problem, chip.processors or WGMMA_PROCESSORS, br, bc)
+    together = not fused and (divided.threads > 0 or _together(problem))
     stores = (
-        problem.band.lower is None and problem.band.upper is not None and d >= dv and not (paired or divided.threads)
+        problem.band.lower is None and problem.band.upper is not None and d >= dv and not (paired or together)
         and not (problem.ragged or problem.varlen or problem.deterministic)
         and max(problem.Tq, problem.Tk) <= WGMMA_STORED
     )
@@ -571,7 +580,7 @@ def _wgmma_keys(problem: Problem, chip: Chip, d: int, dv: int, lag: int) -> Tile
     )
     return Tiles(br, bc, resident, chip.name, chip.on_chip_bytes, JI, family=WGMMA, lag=lag, divided=divided,
                  constants=(("FUSED", int(fused)), ("APART", int(apart)), ("STORES", int(stores)),
-                            ("DIVIDED", int(divided.threads > 0)), ("PAIRED", paired)))  # fmt: skip
+                            ("DIVIDED", int(divided.threads > 0)), ("TOGETHER", int(together)), ("PAIRED", paired)))  # fmt: skip
 
 
 def _divided(blocks: int, rows: int, group: int, processors: int, together: int = 1) -> Divided:
@@ -590,33 +599,44 @@ def _divided(blocks: int, rows: int, group: int, processors: int, together: int 
     return Divided(halved, others, parts) if last and parts > 1 and cost < rows * group else Divided()
 
 
-def _divided_by_steps(problem: Problem, processors: int, br: int, bc: int) -> Divided:
-    """All blocks of keys, where they are too few, into as many parts each as take least time: by how many steps each
-    multiprocessor has on average, and the longest block of threads."""
-    blocks = problem.B * problem.Hkv * -(-problem.Tk // bc)
+def _divided_by_heads(problem: Problem, processors: int, br: int, bc: int) -> Divided:
+    """All blocks of keys, where they are too few, into as many parts each as take least time: by query heads, and where
+    that is not enough each head by rows."""
+    blocks, group = problem.B * problem.Hkv * -(-problem.Tk // bc), problem.group
     lower, upper = problem.band.bounds()
-    longest = -(-min(problem.Tq, upper - lower + bc) // br) * problem.group
-    average = _rows_of_keys(problem, bc) / br * problem.group
+    longest = -(-min(problem.Tq, upper - lower + bc) // br)
+    average = _rows_of_keys(problem, bc) / br * group
+    # Long blocks of threads come first. Where many are short, who has a long one first has a short one then: two turns
+    # together are two of the average
+    together = 1 if average > 0.8 * longest * group else 2
 
     def steps(parts: int) -> float:
-        more = WGMMA_DIVIDED_COST * (parts > 1)
-        whole = -(-blocks * parts // processors)  # short ones fill up what long ones leave
-        turns = whole if average > 0.8 * longest else blocks * parts / processors
-        return max(turns * (average / parts + more), longest / parts + more)
+        more = (WGMMA_DIVIDED_COST + parts / 2) * (parts > 1)
+        turns = -(-blocks * parts // (together * processors)) * together
+        most = -(-group // parts) * longest if parts < group else -(-longest // (parts // group))
+        return max(turns * (average / parts + more), most + more)
 
-    parts = min(range(1, min(WGMMA_DIVIDED_MOST, longest) + 1), key=steps)
-    return Divided(0, blocks, parts) if steps(parts) < WGMMA_DIVIDED_GAIN * steps(1) else Divided()
+    most = max(min(WGMMA_HEADS_MOST, group * longest) if blocks < 2 * processors else 1, 1)
+    parts = min((n for n in range(1, most + 1) if n < group or n % group == 0), key=steps)
+    return Divided(0, blocks, parts) if steps(parts) < WGMMA_HEADS_GAIN * steps(1) else Divided()
 
 
-def _is_fused(problem: Problem, processors: int) -> bool:
-    """Do blocks of threads of cuda/sm90/fa2_backward.cu prepare and finish rows of others while they compute?"""
+def _together(problem: Problem, paired: int = 0) -> bool:
+    """Does a block of threads of cuda/sm90/fa2_backward.cu go through the same rows of all query heads before the next
+    ones? Under a mask it would be at another head than the others, and what all read and add to not be in L2."""
+    band = not (problem.band.lower is problem.band.upper is None)
+    long = max(problem.Tq, problem.Tk) > WGMMA_STORED
+    return band and long and not problem.deterministic and problem.group >= WGMMA_TOGETHER[paired]
+
+
+def _can_be_fused(problem: Problem) -> bool:
+    """Can blocks of threads of cuda/sm90/fa2_backward.cu prepare and finish rows of others while they compute?"""
     columns, blocks = max(problem.d, problem.dv), -(-problem.Tk // WGMMA_BACKWARD_KEYS)
     rows = next(rows for width, rows in WGMMA_FUSED_ROWS.items() if columns <= width)
     return (
         not (problem.ragged or problem.varlen or problem.deterministic or problem.sinks)
         and _padded(problem.dv, WGMMA_SLAB) <= _padded(problem.d, WGMMA_SLAB)
         and blocks >= WGMMA_FUSED_KEYS
-        and problem.B * problem.Hkv * blocks >= WGMMA_FUSED * processors
         and _rows_of_keys(problem, WGMMA_BACKWARD_KEYS) >= rows
     )
 

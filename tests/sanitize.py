@@ -149,17 +149,20 @@ def cases():
 
 AS_THEY_ARE = {name: getattr(tiling, name) for name in ("WGMMA_FEWEST", "WGMMA_FUSED", "WGMMA_FUSED_KEYS",
                                                         "WGMMA_FUSED_LAG", "WGMMA_FUSED_ROWS",
-                                                        "WGMMA_PAIRED_ROWS", "WGMMA_STORED", "_divided")}  # fmt: skip
+                                                        "WGMMA_PAIRED_ROWS", "WGMMA_STORED", "WGMMA_TOGETHER", "_divided",
+                                                        "_divided_by_heads")}  # fmt: skip
 
 
 def plan_for(name):
     """Let sm_90's own kernels have the calls that are named for them: else such small ones go to cuda/mma. And let
     blocks of threads prepare and finish rows of others where a name says so, and clear dQ's sums as in long calls."""
     changed = {"WGMMA_FEWEST": 0.0} if name.startswith("warpgroups") else {}
+    if "by heads" not in name:  # which such small ones are else
+        changed |= {"_divided_by_heads": lambda *_: tiling.Divided(), "WGMMA_TOGETHER": {0: 1 << 30, 1: 1 << 30}}
     if "sums cleared" in name:
         changed["WGMMA_STORED"] = 0
     if name.startswith("warpgroups, rows of others"):
-        changed |= {"WGMMA_FUSED": 0.0, "WGMMA_FUSED_KEYS": 1, "WGMMA_FUSED_LAG": 0.0,
+        changed |= {"WGMMA_FUSED": {0: 0, 1: 0}, "WGMMA_FUSED_KEYS": 1, "WGMMA_FUSED_LAG": 0.0,
                     "WGMMA_FUSED_ROWS": {64: 0, 128: 0}}  # fmt: skip
     paired = "pairs" in name
     if "divided" in name:
@@ -192,6 +195,9 @@ def halves():
         "warpgroups, sums cleared, d = 128": tall | dict(d=128, dtype="float16", causal=True),
         "warpgroups, rows of others, sums cleared": tall | dict(Hq=5, Hkv=5, d=64, dtype="float16", causal=True),
         "warpgroups, rows of others, d = 128": tall | dict(B=2, Hq=6, Hkv=3, d=128, dtype="float16"),
+        "warpgroups, by heads": tall | dict(Hkv=1, d=64, dtype="float16", causal=True),
+        "warpgroups, by heads, d = 128": tall | dict(Hkv=1, d=128, dtype="bfloat16", causal=True),
+        "warpgroups, by heads, and by rows": tall | dict(Hq=1, Hkv=1, d=128, dtype="float16"),
         "warpgroups, rows of others, divided": tall | dict(Hq=5, Hkv=5, d=64, dtype="bfloat16"),
         "warpgroups, rows of others, divided, d = 128": tall | dict(B=2, Hq=6, Hkv=3, d=128, dtype="float16"),
         "warpgroups, rows of others, pairs": tall | dict(Hq=5, Hkv=5, Tq=370, Tk=500, d=128, dtype="float16"),

@@ -593,6 +593,8 @@ def test_backward_products_of_warpgroups_overlap(dtype, d, options, tmp_path):
 @pytest.mark.parametrize("d, T, options", [
     (128, 4096, {}), (128, 1024, {}), (64, 4096, {}), (128, 4096, {"causal": True}), (128, 1024, {"causal": True}),
     (128, 512, {"causal": True}), (128, 4096, {"causal": True, "deterministic": True}), (64, 4096, {"causal": True}),
+    (128, 8192, {"B": 1, "group": 16}), (128, 8192, {"group": 16, "causal": True}), (64, 8192, {"group": 32, "causal": True}),
+    (128, 2048, {"group": 4, "causal": True}), (64, 2048, {"group": 4, "causal": True}),
 ])  # fmt: skip
 def test_no_copies_stand_between_backward_products(dtype, d, T, options, tmp_path):
     """The words that all factors share stay where products take them from (UPPER_HALVES): between products that follow
@@ -601,9 +603,12 @@ def test_no_copies_stand_between_backward_products(dtype, d, T, options, tmp_pat
     pytest.importorskip("cupy")
     device = Device("sm_90a")
     with device.current():
-        x = Array((16384 // T, 2048 // d, T, d), DTYPES[dtype])
-        rf.attention_backward(x, x, x, x, x, Array(x.shape[:3], np.float32), **options)
+        options = dict(options)
+        B, group = options.pop("B", 16384 // T), options.pop("group", 1)
+        x, k = (Array((B, 2048 // d // n, T, d), DTYPES[dtype]) for n in (1, group))
+        rf.attention_backward(x, x, k, k, x, Array(x.shape[:3], np.float32), **options)
     program = next(p for p in device.programs if p.file == "sm90/fa2_backward.cu")
+    assert ("TOGETHER = 1;" in program.text) == (group > 1)
     cubin, log = kept.compile_log(program.text, program.arch)
     assert not re.findall(r"\(C75\d\d\).*", log)
     (tmp_path / "kernel.cubin").write_bytes(cubin)

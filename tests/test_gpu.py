@@ -14,6 +14,7 @@ from tolerances import assert_close
 
 import rawflash as rf
 from rawflash import problem, tiling
+from rawflash.backends.cupy_raw import fa2_backward
 
 pytestmark = pytest.mark.gpu
 algorithms = pytest.mark.parametrize("algorithm", ALGORITHMS)
@@ -21,14 +22,30 @@ algorithms = pytest.mark.parametrize("algorithm", ALGORITHMS)
 
 @pytest.fixture(autouse=True)
 def fewest(request, monkeypatch):
-    """Small problems reach kernels, too, that large ones have: in every other test."""
+    """Small problems reach kernels, too, that large ones have: in every third test. And in every third one backward
+    kernels that they do not reach on sm_90."""
     name = request.node.name
-    if "test_keys_in_parts" not in name and ("test_rows_of_whole_chunks" in name or len(name) % 2):
-        monkeypatch.setattr(tiling, "WGMMA_FEWEST", 0)
+    if "test_keys_in_parts" in name:
+        return
+    monkeypatch.setattr(problem, "_MEMO", {})
+    if len(name) % 3 == 1:
+        as_large_ones(monkeypatch)
         monkeypatch.setattr(tiling, "SPLIT_LEAST", 16)
-        monkeypatch.setattr(problem, "_MEMO", {})
+    elif len(name) % 3 == 2 and not name.startswith(PLANNED):
+        monkeypatch.setattr(tiling, "wgmma_takes_backward", lambda *_: False)
 
 
+def as_large_ones(monkeypatch):
+    """One block of threads for each block of keys, in the order of heads."""
+    monkeypatch.setattr(tiling, "WGMMA_FEWEST", 0.0)
+    monkeypatch.setattr(tiling, "WGMMA_TOGETHER", NEVER)
+    monkeypatch.setattr(tiling, "_divided_by_heads", lambda *_: tiling.Divided())
+
+
+# Tests of calls that kernels of sm_90 have, which plan for themselves
+PLANNED = ("test_rows_of_whole_chunks", "test_the_first_dQ", "test_rows_that_others", "test_blocks_of_keys", "test_pairs",
+           "test_a_thousand_calls")  # fmt: skip
+NEVER, ALWAYS = {0: 1 << 30, 1: 1 << 30}, {0: 0, 1: 0}
 SHARDS = 30  # tests that draw: they are shared out to processes
 PROBLEMS_A_SHARD = 40  # 1,200 problems
 
@@ -137,12 +154,15 @@ WHOLE_ROWS = {
 }  # fmt: skip
 
 
+@pytest.mark.parametrize("large", [False, True])
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("name", WHOLE_ROWS)
-def test_rows_of_whole_chunks(name, dtype, monkeypatch):
-    """sm_90 has kernels of its own for these; here, for as few pieces of work as there are, too."""
+def test_rows_of_whole_chunks(name, dtype, large, monkeypatch):
+    """sm_90 has kernels of its own for these; here, for as few pieces of work as there are, too, and as of many."""
     monkeypatch.setattr(problem, "_MEMO", {})
     monkeypatch.setattr(tiling, "WGMMA_FEWEST", 0.0)
+    if large:
+        as_large_ones(monkeypatch)
     options = dict(WHOLE_ROWS[name])
     cu = options.pop("cu", None)
     case = make(dtype=dtype, lead=() if cu else None, **options)
@@ -229,7 +249,7 @@ STORED = {
 @pytest.mark.parametrize("name", STORED)
 def test_the_first_dQ_is_stored(name, dtype, monkeypatch):
     """Backward on sm_90, short and causal: what blocks of threads add to has been stored by those before them."""
-    monkeypatch.setattr(tiling, "WGMMA_FEWEST", 0.0)
+    as_large_ones(monkeypatch)
     if name.startswith("rows of others"):
         shortest_lag(monkeypatch)
     case = make(dtype=dtype, **dict(B=1) | STORED[name])
@@ -240,7 +260,8 @@ def test_the_first_dQ_is_stored(name, dtype, monkeypatch):
 
 
 def shortest_lag(monkeypatch):
-    for name, value in (("WGMMA_FUSED", 0.0), ("WGMMA_FUSED_KEYS", 1), ("WGMMA_FUSED_LAG", 0.0),
+    as_large_ones(monkeypatch)
+    for name, value in (("WGMMA_FUSED", ALWAYS), ("WGMMA_FUSED_KEYS", 1), ("WGMMA_FUSED_LAG", 0.0),
                         ("WGMMA_FUSED_ROWS", {64: 0, 128: 0})):  # fmt: skip
         monkeypatch.setattr(tiling, name, value)
 
@@ -250,7 +271,6 @@ def shortest_lag(monkeypatch):
 def test_rows_that_others_prepare_and_finish(name, dtype, monkeypatch):
     """Backward on sm_90; with the shortest lag, too, so that blocks of threads wait for those that run beside them."""
     if not name.startswith("as planned"):
-        monkeypatch.setattr(tiling, "WGMMA_FEWEST", 0.0)
         shortest_lag(monkeypatch)
     case = make(dtype=dtype, **dict(B=1) | FUSED[name])
     gpu = on_gpu(case)
@@ -268,7 +288,6 @@ def test_rows_that_others_prepare_and_finish(name, dtype, monkeypatch):
 def test_blocks_of_keys_that_are_divided(options, others, parts, dtype, monkeypatch):
     """Backward on sm_90: the last blocks of keys, of which several blocks of threads have some rows each."""
     monkeypatch.setattr(problem, "_MEMO", {})
-    monkeypatch.setattr(tiling, "WGMMA_FEWEST", 0.0)
     shortest_lag(monkeypatch)
     monkeypatch.setattr(tiling, "WGMMA_FUSED_LAG", 5.5 / tiling.WGMMA_PROCESSORS)
     monkeypatch.setattr(tiling, "_divided", lambda *_: tiling.Divided(2, others, parts))
@@ -276,6 +295,38 @@ def test_blocks_of_keys_that_are_divided(options, others, parts, dtype, monkeypa
     gpu = on_gpu(case)
     tiles = rf.explain(gpu.q, gpu.k, gpu.v, "backward", **gpu.options).tiles
     assert (tiles.divided.threads > 0) == (tiles.chip == "sm_90")
+    check_backward_again_and_again(case)
+
+
+BY_HEADS = {
+    "one key head": dict(Hq=8, Hkv=1, Tq=700, Tk=700, d=128, causal=True),
+    "one key head, d = 64": dict(B=2, Hq=5, Hkv=1, Tq=900, Tk=900, d=64, causal=True),
+    "no mask": dict(Hq=8, Hkv=2, Tq=500, Tk=600, d=128),
+    "no mask, d = 64": dict(B=2, Hq=9, Hkv=3, Tq=600, Tk=330, d=64),
+    "rows": dict(Hq=2, Tq=1000, Tk=900, d=128, causal=True),
+    "rows, d = 64": dict(Hq=1, Tq=1900, Tk=300, d=64),
+    "heads and rows": dict(Hq=2, Hkv=1, Tq=1500, Tk=1500, d=64, causal=True),
+    "offsets": dict(B=3, Hq=4, Hkv=1, Tq=300, Tk=500, d=96, causal=True, q_offset=np.array([-150, 20, 400])),
+    "lengths": dict(B=3, Hq=6, Hkv=2, Tq=500, d=128, causal=True, q_lengths=[500, 0, 40], kv_lengths=[65, 500, 7]),
+    "undivided": dict(B=2, Hq=16, Hkv=4, Tq=500, Tk=640, d=128, causal=True),
+    "undivided, d = 64": dict(B=2, Hq=24, Hkv=4, Tq=700, Tk=520, d=64, window=(200, 30)),
+}
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("name", BY_HEADS)
+def test_blocks_of_keys_that_are_divided_by_heads(name, dtype, monkeypatch):
+    """Backward on sm_90, few blocks of keys, or under a mask more with many query heads: the same rows of all heads
+    come together, down and up."""
+    monkeypatch.setattr(problem, "_MEMO", {})
+    monkeypatch.setattr(fa2_backward, "WGMMA_PROCESSORS", 8)
+    if name.startswith("undivided"):
+        monkeypatch.setattr(tiling, "_divided_by_heads", lambda *_: tiling.Divided())
+    case = make(dtype=dtype, **dict(B=1) | BY_HEADS[name])
+    gpu = on_gpu(case)
+    tiles = rf.explain(gpu.q, gpu.k, gpu.v, "backward", **gpu.options).tiles
+    assert dict(tiles.constants).get("TOGETHER", 0) == (tiles.chip == "sm_90")
+    assert (tiles.divided.threads > 0) == (tiles.chip == "sm_90" and not name.startswith("undivided"))
     check_backward_again_and_again(case)
 
 
@@ -298,7 +349,6 @@ PAIRED = {
 
 def pairs(monkeypatch, name):
     monkeypatch.setattr(problem, "_MEMO", {})
-    monkeypatch.setattr(tiling, "WGMMA_FEWEST", 0.0)
     monkeypatch.setattr(tiling, "WGMMA_PAIRED_ROWS", 0)
     shortest_lag(monkeypatch)
     if name.startswith("divided"):

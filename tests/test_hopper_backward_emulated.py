@@ -94,7 +94,8 @@ def prepared(options, dtype):
 @pytest.fixture(autouse=True)
 def undivided(monkeypatch):
     """Calls here have few blocks of keys, and are to have what many have, but for those that say otherwise."""
-    monkeypatch.setattr(tiling, "_divided_by_steps", lambda *_: tiling.Divided())
+    monkeypatch.setattr(tiling, "_divided_by_heads", lambda *_: tiling.Divided())
+    monkeypatch.setattr(tiling, "WGMMA_TOGETHER", {0: 1 << 30, 1: 1 << 30})
 
 
 @pytest.fixture(params=[False, True], ids=["forwards", "backwards"])
@@ -390,7 +391,7 @@ FUSED = {
 @pytest.fixture
 def fused(monkeypatch):
     """Small problems, too; rows of a head are prepared by blocks of threads of the second head before it."""
-    monkeypatch.setattr(tiling, "WGMMA_FUSED", 0.0)
+    monkeypatch.setattr(tiling, "WGMMA_FUSED", {0: 0, 1: 0})
     monkeypatch.setattr(tiling, "WGMMA_FUSED_KEYS", 1)
     monkeypatch.setattr(tiling, "WGMMA_FUSED_LAG", 0.0)
     monkeypatch.setattr(tiling, "WGMMA_FUSED_ROWS", {64: 0, 128: 0})
@@ -468,24 +469,27 @@ def test_orders_of_threads_where_blocks_of_keys_are_divided(name, device, divide
 
 
 @pytest.fixture
-def by_steps(monkeypatch):
-    """All blocks of keys have three blocks of threads each."""
-    def three(problem, processors, br, bc):
-        return tiling.Divided(0, problem.B * problem.Hkv * launch.blocks_of(problem.Tk, bc), 3)
+def by_heads(monkeypatch):
+    """All blocks of keys have three or four blocks of threads each, of which four run at once."""
+    def some(problem, processors, br, bc):
+        parts = 4 if problem.group == 2 else 3
+        return tiling.Divided(0, problem.B * problem.Hkv * launch.blocks_of(problem.Tk, bc), parts)
 
-    monkeypatch.setattr(tiling, "_divided_by_steps", three)
+    monkeypatch.setattr(tiling, "_divided_by_heads", some)
+    monkeypatch.setattr(fa2_backward, "WGMMA_PROCESSORS", 4)
 
 
-BY_STEPS = {
+BY_HEADS = {
     "plain": dict(B=2, Hq=2, Tq=400, Tk=200, d=64),
     "plain, d = 128": dict(B=1, Hq=2, Tq=330, Tk=200, d=128),
     "groups": dict(B=2, Hq=5, Hkv=1, Tq=200, Tk=150, d=64),
     "groups, d = 128": dict(B=1, Hq=8, Hkv=2, Tq=190, Tk=150, d=128),
+    "groups, and rows": dict(B=1, Hq=4, Hkv=2, Tq=400, Tk=200, d=128),
     "causal": dict(B=1, Hq=4, Hkv=1, Tq=300, Tk=300, d=64, causal=True),
     "causal, d = 128": dict(B=1, Hq=4, Hkv=1, Tq=300, Tk=300, d=128, causal=True),
     "window": dict(B=1, Hq=4, Hkv=2, Tq=300, d=64, window=(70, 20)),
-    "fewer steps than parts": dict(B=1, Hq=1, Tq=100, Tk=300, d=128, causal=True),
-    "fewer steps than parts, d = 64": dict(B=1, Hq=2, Hkv=1, Tq=100, Tk=300, d=64, causal=True),
+    "fewer rows than parts": dict(B=1, Hq=1, Tq=100, Tk=300, d=128, causal=True),
+    "fewer rows than parts, d = 64": dict(B=1, Hq=2, Hkv=1, Tq=100, Tk=300, d=64, causal=True),
     "nothing visible": dict(B=1, Hq=2, Hkv=1, Tq=90, d=64, causal=True, q_offset=-1000),
     "lengths": dict(B=3, Hq=2, Hkv=1, Tq=150, Tk=200, d=64, q_lengths=[150, 20, 0], kv_lengths=[130, 200, 64]),
     "packed": dict(Hq=4, Hkv=2, Tq=300, Tk=350, d=128, cu=([3, 120, 120, 290], [2, 150, 170, 330]), causal=True),
@@ -495,9 +499,9 @@ BY_STEPS = {
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", BY_STEPS)
-def test_blocks_of_keys_that_are_divided_by_steps(name, dtype, device, by_steps, taken, zeros):
-    case = prepared(BY_STEPS[name], dtype)
+@pytest.mark.parametrize("name", BY_HEADS)
+def test_blocks_of_keys_that_are_divided_by_heads(name, dtype, device, by_heads, taken, zeros):
+    case = prepared(BY_HEADS[name], dtype)
     check(case, case.reference())
     assert taken == ["fa2_backward_keys"] and zeros[0][0]["DIVIDED"] == 1 and zeros[0][0]["FUSED"] == 0
 
@@ -705,26 +709,35 @@ BROKEN_STORED = {
 }  # fmt: skip
 
 
-BROKEN_BY_STEPS = {
+BROKEN_BY_HEADS = {
     "": ("causal", "", ""),
-    "parts begin with the first head": ("groups, d = 128", "work.first_head += begin / of_head,", ""),
-    "parts begin with the first rows": ("plain", "work.first_step = begin % of_head;", "work.first_step = 0;"),
-    "parts begin with the first rows, d = 128": (
-        "plain, d = 128", "BY_STEPS ? work.i_low + work.first_step * BR : first_rows(work)", "first_rows(work)"),
-    "dQ of a head goes on past its rows": ("causal", "int left = blocks - work.first_step;", "int left = blocks;"),
-    "steps are all parts'": ("causal", "* (part.number + 1) / part.count) - begin;", ") - begin;"),
+    "parts begin with the first head": ("groups, d = 128", "work.first_head += from;", "work.first_head += 0;"),
+    "parts begin with the first head, d = 64": ("groups", "work.first_head += from;", "work.first_head += 0;"),
+    "a part has as many heads as others": (
+        "groups", "work.heads * (head + 1) / of_heads - from", "work.heads / of_heads"),
+    "rows are all parts'": ("groups, and rows", "row + 1 < of_rows ?", "false ?"),
+    "parts begin with the first rows": ("plain", "work.i_low = low + blocks * row / of_rows * BR;", ""),
+    "parts of rows are parts of heads": ("groups, and rows", "row = part.number % of_rows;", "row = 0;"),
+    "those that go down begin with the first rows": ("causal, d = 128", "|| TOGETHER && work.stride < 0", ""),
+    "dQ goes up where rows go down": ("causal", "to += (work.stride / BR -", "to += (1 -"),
+    "dQ stays in its rows": ("groups", "to += (work.stride / BR -", "to += (0 -"),
+    "dQ has more heads": ("groups", "int left = TOGETHER ? work.heads : blocks;", "int left = blocks;"),
+    "rows go on before all heads have had them": (
+        "groups, d = 128", "return h + 1 < work.first_head + work.heads ? i0 :", "return false ? i0 :"),
+    "heads go on past the last": (
+        "groups, d = 128", "? h + 1 : work.first_head;", "? h + 1 : h + 1;"),
     "shares are counted where rows are": (
         "as many as counters", "call.counters + (FUSED ? 2 * call.B * call.Hkv : 0)",
         "call.counters + 2 * call.B * call.Hkv"),
     "keys without a step have no share": (
-        "fewer steps than parts", "if (part.count == 1)\n        return true;",
+        "fewer rows than parts", "if (part.count == 1)\n        return true;",
         "if (part.count == 1 || work_of(call).steps == 0)\n        return true;"),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", BROKEN_BY_STEPS)
-def test_broken_kernels_that_divide_by_steps_are_caught(name, device_by_name, by_steps, taken, monkeypatch):
-    check_caught(*BROKEN_BY_STEPS[name], BY_STEPS, monkeypatch, taken)
+@pytest.mark.parametrize("name", BROKEN_BY_HEADS)
+def test_broken_kernels_that_divide_by_heads_are_caught(name, device_by_name, by_heads, taken, monkeypatch):
+    check_caught(*BROKEN_BY_HEADS[name], BY_HEADS, monkeypatch, taken)
 
 
 @pytest.mark.parametrize("name", BROKEN_DIVIDED)

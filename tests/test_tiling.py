@@ -666,10 +666,12 @@ def test_other_problems_go_where_they_went(options):
 def test_few_pieces_are_left_to_kernels_that_share_keys_out():
     for pieces in (16, 48, 56):
         family = "wgmma" if pieces > 0.4 * 132 else "mma"
-        for direction in ("forward", "backward"):
-            asked = problem(**(WGMMA | dict(B=pieces // 8, Hkv=8, Tq=100, Tk=100)))
+        small = WGMMA | dict(B=pieces // 8, Hkv=8, Tq=100, Tk=100)
+        for direction, options in (("forward", {}), ("backward", dict(deterministic=True)), ("backward", dict(d=256, Tk=64))):
+            asked = problem(**(small | options))
             assert plan_tiles(asked, H200, direction).family == family
             assert plan_tiles(asked, replace(H200, processors=None), direction).family == "wgmma"
+        assert plan_tiles(problem(**small), H200, "backward").family == "wgmma"  # which shares keys out itself
     assert on_warpgroups(B=1, Hq=1, Hkv=1, Tq=128, Tk=16384).parts > 1
 
 
@@ -729,7 +731,8 @@ def test_clusters_are_divided_as_a_whole(blocks, rows, group, processors):
     (dict(causal=True, Tq=2048), 0), (dict(causal=True, Tk=4225), 0), (dict(causal=True, Tq=4224), 1),
     (dict(window=(3000, 0)), 0), (dict(window=(3000, None)), 0), (dict(causal=True, deterministic=True), 0),
     (dict(deterministic=True), 0), (dict(ragged=True), 0), (dict(sinks=True), 0),
-    (dict(d=64, dv=64), 0), (dict(dv=64), 0), (dict(d=256, dv=256), 0), (dict(Hq=4, Hkv=4), 0),
+    (dict(d=64, dv=64), 0), (dict(dv=64), 0), (dict(d=256, dv=256), 0), (dict(Hq=4, Hkv=4), 1),
+    (dict(Hq=1, Hkv=1), 0), (dict(Hq=32, Hkv=4, causal=True), 0), (dict(Hq=32, Hkv=8, causal=True), 1),
 ])  # fmt: skip
 def test_which_calls_have_pairs_of_blocks_of_threads(options, paired):
     """Long ones at d = 128, whose rows others prepare; with all blocks of keys and of rows in pairs. Under a mask whose
@@ -754,19 +757,37 @@ def test_which_calls_have_divided_blocks_of_keys(options, divided):
 
 
 @pytest.mark.parametrize("options, divided", [
-    (dict(), (0, 64, 2)), (dict(causal=True), (0, 64, 5)), (dict(window=(100, 0)), (0, 64, 4)),
-    (dict(Hkv=32), (0, 0, 1)), (dict(Hkv=8, Tq=4096, Tk=4096), (0, 0, 1)), (dict(deterministic=True), (0, 0, 1)),
-    (dict(Hq=1, d=64, dv=64, causal=True), (0, 64, 3)), (dict(Hq=1, Tq=64), (0, 0, 1)),
+    (dict(), (0, 64, 2)), (dict(causal=True), (0, 64, 4)), (dict(window=(100, 0)), (0, 64, 2)),
+    (dict(Hkv=32), (66, 2, 8)), (dict(Hkv=8, Tq=4096, Tk=4096), (0, 0, 1)), (dict(deterministic=True), (0, 0, 1)),
+    (dict(Hq=1, d=64, dv=64, causal=True), (0, 64, 4)), (dict(Hq=1, Tq=64), (0, 0, 1)),
     (dict(d=256, dv=256), (0, 0, 1)), (dict(B=4, Tq=2048, Tk=2048), (0, 64, 2)), (dict(B=8), (0, 0, 1)),
+    (dict(Tq=512, Tk=512), (0, 4, 16)), (dict(Hq=6, Tq=512, Tk=512), (0, 4, 12)), (dict(Hq=7, Hkv=7), (0, 52, 2)),
+    (dict(Hkv=2, causal=True), (0, 128, 2)), (dict(Hkv=4, causal=True), (0, 0, 1)),
 ])  # fmt: skip
-def test_few_blocks_of_keys_are_divided_by_steps(options, divided):
-    """Less than one for each multiprocessor, or less time by a tenth where a mask leaves some few rows."""
+def test_few_blocks_of_keys_are_divided_by_heads(options, divided):
+    """Less than one for each multiprocessor, or less time by a tenth where a mask leaves some few rows. Among so many
+    as there are query heads at most, or a multiple of these."""
     fixed = dict(B=1, Hq=32, Hkv=1, Tq=8192, Tk=8192, d=128, dv=128, dtype="bfloat16", backend="cupy_raw")
     tiles = plan_tiles(problem(**(fixed | options)), H200, "backward")
     constants = dict(tiles.constants)
-    if not options.get("Hkv") == 32:
-        assert tiles.divided == divided and not constants.get("FUSED")
-    assert not (constants.get("STORES") and constants.get("DIVIDED"))
+    if constants.get("FUSED"):
+        assert options.get("Hkv", 7) > 4 and tiles.divided == divided
+    else:
+        assert tiles.divided == divided and constants.get("TOGETHER", 0) == (divided[1] > 0 or "causal" in options)
+    assert not (constants.get("STORES") and constants.get("TOGETHER"))
+
+
+@pytest.mark.parametrize("options, together, fused", [
+    (dict(), 0, 1), (dict(Hkv=8), 0, 1), (dict(Hkv=4), 1, 0), (dict(Hkv=8, Tq=2048, Tk=2048), 1, 0),
+    (dict(Hkv=16, Tq=2048, Tk=2048), 0, 1), (dict(Hkv=4, causal=False), 0, 1), (dict(Hkv=4, deterministic=True), 0, 0),
+    (dict(Hkv=8, window=(500, 0)), 1, 0), (dict(Hkv=4, d=64, dv=64), 1, 0), (dict(Hkv=4, B=64, Tq=512, Tk=512), 0, 0),
+])  # fmt: skip
+def test_rows_of_many_query_heads_come_together(options, together, fused):
+    """Under a mask, from four on, where there would be pairs from eight; in short calls the first dQ is stored."""
+    fixed = dict(B=8, Hq=32, Hkv=32, Tq=4096, Tk=4096, d=128, dv=128, dtype="bfloat16", backend="cupy_raw", causal=True)
+    tiles = plan_tiles(problem(**(fixed | options)), H200, "backward")
+    constants = dict(tiles.constants)
+    assert (constants["TOGETHER"], constants["FUSED"], constants["DIVIDED"] * together) == (together, fused, 0)
 
 
 @pytest.mark.parametrize("lag, divided", [(68, (66, 2, 8)), (67, (0, 0, 1))])

@@ -123,7 +123,7 @@ def _schedule(problem: Problem, tiles: Tiles, key_blocks: int) -> dict[str, int]
         behind = total - (total - ahead) // at_once * at_once
     divisors = {"section": section * key_blocks, "heads": section, "last_heads": heads % section or section,
                 "key_heads": problem.Hkv}  # fmt: skip
-    words = {"section": section, "ahead": ahead, "behind": behind, "group": problem.group}
+    words = {"section": section, "ahead": ahead, "behind": behind, "group": problem.group, "at_once": WGMMA_PROCESSORS}
     halved, others, parts = tiles.divided
     words |= {"whole": key_blocks * heads - halved - others, "halved": halved, "parts": parts}
     return words | {f"by_{name}": divisor(n) for name, n in divisors.items()}

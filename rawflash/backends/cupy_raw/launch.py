@@ -67,7 +67,7 @@ def _fields() -> list[str]:
     words += [f"mask.{n}" for n in range(MASK_WORDS)]
     words += ["offset", "offset_given", "B", "Hq", "Hkv", "Tq", "Tk", "rows_q", "rows_k", "blocks"]
     words += ["parts", "part_keys", "section", "ahead", "behind"]
-    words += ["by_section", "by_heads", "by_last_heads", "by_key_heads", "group"]
+    words += ["by_section", "by_heads", "by_last_heads", "by_key_heads", "group", "at_once"]
     words += ["whole", "halved", "share"]
     words += ["band_lower", "band_upper", "keep_threshold", "seed", "scale", "softcap", "keep_scale"]
     return words

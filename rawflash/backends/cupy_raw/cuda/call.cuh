@@ -50,7 +50,7 @@ struct Call {
     long long section;               // sm90: query heads that are gone through together
     long long ahead, behind;         // sm90 backward: how many blocks of threads later, or before, those are whose rows one prepares, or finishes
     long long by_section, by_heads, by_last_heads, by_key_heads;  // there, for divided(): a section's blocks, its heads, those of the last; Hkv
-    long long group;                 // there: query heads of a key head
+    long long group, at_once;        // there: query heads of a key head; blocks of threads that run at once
     long long whole, halved, share;  // there, DIVIDED: blocks of keys of one block of threads each, then of two; numbers from dQ's sums to shares, behind records
     long long band_lower, band_upper;
     long long keep_threshold, seed;

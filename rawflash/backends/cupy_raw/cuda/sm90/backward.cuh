@@ -11,7 +11,6 @@ constexpr int WARP_LANES = 32, WARPS = WARPGROUP / WARP_LANES;  // of a warpgrou
 constexpr int TO_D = ceil_div(D, SLAB) * SLAB, TO_V = ceil_div(DV, SLAB) * SLAB;
 constexpr int SUM = 16;          // products that a matrix product of a warpgroup sums
 constexpr int LANE_NUMBERS = 4;  // neighbouring numbers of a lane in a patch of dQ's sums
-constexpr bool BY_STEPS = DIVIDED && !FUSED;  // all blocks of keys are divided, by steps
 constexpr int MAP_Q = 0, MAP_K = 1, MAP_V = 2, MAP_DO = 3, MAP_O = 4, MAP_DQ = 5;
 static_assert(ALIGNED && D % 8 == 0 && DV % 8 == 0, "what copies can do");
 
@@ -21,7 +20,8 @@ struct Work {
     int slot, q_start, k_start;  // where row 0 and key 0 lie
     int q_length, kv_length;
     int i_low, i_high, steps;
-    int first_head, first_step;  // of how many; where steps begin: a query head, and of its blocks of rows which
+    int first_head, heads;  // of how many query heads
+    int stride;             // TOGETHER: from the rows of all heads to the next ones
     long long offset;
 };
 
@@ -49,8 +49,8 @@ __device__ __forceinline__ KeyBlock key_block(const Call& call, unsigned index)
 }
 
 // DIVIDED: the last blocks of keys, with which most multiprocessors would be idle, have several blocks of threads, each for some of their rows: two,
-// or `parts` behind these. BY_STEPS, where blocks of keys are too few to begin with: all of them have `parts`, each for some of the steps through the
-// rows of all query heads.
+// or `parts` behind these. TOGETHER, where blocks of keys are too few to begin with: all of them have `parts`, each for some of the query heads;
+// where these are more than query heads, each for some of the rows of one.
 __device__ __forceinline__ Part part_of(const Call& call, unsigned index)
 {
     if constexpr (DIVIDED) {
@@ -86,20 +86,22 @@ __device__ __forceinline__ Work work_of(const Call& call)
         work.i_low = (int)clamp(work.j0 / KEYS * KEYS - s.offset - call.band_upper, 0, work.i_high) / ROWS * ROWS;
         work.i_high = (int)clamp(j1 - s.offset - call.band_lower, 0, work.i_high);
     }
+    work.first_head = work.h * (int)call.group, work.heads = (int)call.group;
     if constexpr (DIVIDED && FUSED) {
         constexpr int ROWS = BR << PAIRED;
         const int blocks = (work.i_high + ROWS - 1) / ROWS;
         work.i_low = __shfl_sync(WARP, blocks * part.number / part.count * ROWS, 0);  // to the compiler the same in all lanes: no register of each
         work.i_high = __shfl_sync(WARP, part.number + 1 < part.count ? blocks * (part.number + 1) / part.count * ROWS : work.i_high, 0);
+    } else if constexpr (TOGETHER) {
+        const int of_heads = part.count < work.heads ? part.count : work.heads, of_rows = part.count / of_heads;
+        const int head = part.number / of_rows, from = work.heads * head / of_heads, row = part.number % of_rows;
+        work.heads = work.heads * (head + 1) / of_heads - from, work.first_head += from;
+        const int low = work.i_low, blocks = work.i_high > low ? (work.i_high - low + BR - 1) / BR : 0;
+        work.i_low = low + blocks * row / of_rows * BR;
+        work.i_high = row + 1 < of_rows ? low + blocks * (row + 1) / of_rows * BR : work.i_high;
+        work.stride = BAND && blockIdx.x / (unsigned)call.at_once % 2 == 0 ? -BR : BR;
     }
-    work.steps = work.i_high > work.i_low ? (work.i_high - work.i_low + BR - 1) / BR * (int)call.group : 0;
-    work.first_head = work.h * (int)call.group, work.first_step = 0;
-    if constexpr (BY_STEPS) {
-        const int of_head = work.steps / (int)call.group, begin = (int)((long long)work.steps * part.number / part.count);
-        work.steps = (int)((long long)work.steps * (part.number + 1) / part.count) - begin;
-        if (of_head > 0)
-            work.first_head += begin / of_head, work.first_step = begin % of_head;
-    }
+    work.steps = work.i_high > work.i_low ? (work.i_high - work.i_low + BR - 1) / BR * work.heads : 0;
     return work;
 }
 

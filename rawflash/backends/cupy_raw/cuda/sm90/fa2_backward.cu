@@ -10,7 +10,7 @@
 // go through the same rows, 128 after 128. Each computes dQ of 64 of these, whose sum goes over the keys of both, so that half as much is added: of
 // the other 64, which it has first, its dS goes to the other one's shared memory, and is there by the time that one needs it. Where a mask hides keys,
 // its band has no lower end, and both go through the rows that see a key of either. DIVIDED: the last blocks of keys have several blocks of threads,
-// each for some of the rows, or, where there are few, all of them, each for some of the steps (backward.cuh).
+// each for some of the rows, or, where there are few, all of them, each for some of the query heads (backward.cuh).
 // On chip:  K (Bc, d), V (Bc, dv), STAGES of Q (Br, d) and dO (Br, dv), two dS (Bc, Br) in 16 bits; dQ (Br, d) or none; lse and delta (Br), barriers;
 //           in registers S (Bc, Br), dP (Bc, 64), dK (Bc, d), dV (Bc, dv), dQ (Br, d), of V (Bc, 16 V_HELD), of K (16 K_HELD, d).
 //           PAIRED: K of the other block of threads (Bc, d), dS of both; dS to be sent lies where half of dQ comes; no columns of V that are in
@@ -30,7 +30,9 @@
 // Both start from delta = rowsum(dO * O) - dlse (side_gradients.cu).
 
 // Fewest copies of upper halves between products: none or nearly none
-#define UPPER_HALVES {0, 1, PAIRED && BAND ? 2 : 1, !PAIRED && (BR == 128 || BAND && !STORES && !DETERMINISTIC) ? 1 : 2, BAND ? 2 : 1}
+#define UPPER_HALVES \
+    {0, 1, PAIRED && BAND || TOGETHER && DIVIDED && BR == 64 ? 2 : 1, \
+     !PAIRED && (BR == 128 || BAND && !STORES && !DETERMINISTIC && !(TOGETHER && DIVIDED)) ? 1 : 2, BAND ? 2 : 1}
 #include "backward.cuh"
 
 constexpr int COMPUTING = 2, KEYS = BC / COMPUTING;  // warpgroups, and the keys of each
@@ -62,15 +64,16 @@ constexpr int PATCH = 64 * DQ_COLUMNS;          // numbers of it
 constexpr int PATCHES = BR * TO_D / PATCH;      // in a block of rows
 // The order of the sums is kept by one thread only.
 static_assert(!APART || BY_ROWS && !DETERMINISTIC, "a warpgroup of its own computes dQ");
-static_assert(!DIVIDED || (FUSED ? !BAND : !STORES && !DETERMINISTIC), "the last blocks of keys have as many rows as others");
+static_assert(!DIVIDED || FUSED && !BAND || TOGETHER, "the last blocks of keys have as many rows as others");
+static_assert(!TOGETHER || !FUSED && !STORES && !DETERMINISTIC, "others wait for no head");
 static_assert(!ROWS_FIRST || !APART, "rows are read once");
 static_assert(!STORES || BAND && !DETERMINISTIC && !PACKED && (BY_COLUMNS || BY_ROWS), "the last keys that rows see come first");
 
 // dS is on chip with the rows of Q, each warpgroup's keys in a slab of their own; otherwise dS^T, with the keys'.
 constexpr bool DS_BY_ROWS = BR == 64;
 // Of the products for dV and for dK, those that begin before dQ_i's, and before it is handed on: so that there are some beside the wait for the other
-// warpgroup's dS, and beside the stores of dQ_i. PAIRED: that wait is longer.
-constexpr int DV_FIRST = BR == 64 && !PAIRED ? PART / SUM / 2 : PART / SUM, DK_FIRST = BR == 64 ? BR / SUM : BR / SUM * 3 / 4;
+// warpgroup's dS, and beside the stores of dQ_i. PAIRED, under a mask, with comparisons: that wait is longer.
+constexpr int DV_FIRST = BR == 64 && !(PAIRED && BAND) ? PART / SUM / 2 : PART / SUM, DK_FIRST = BR == 64 ? BR / SUM : BR / SUM * 3 / 4;
 
 // FUSED, on chip for two warps: a slab of O and of dO; a patch of dQ's sums, which in 16 bits begins a little before it.
 constexpr int PREPARED_BYTES = 2 * BR * SLAB_ROW, FINISHED_BEFORE = SLAB_ALIGNMENT;
@@ -110,14 +113,24 @@ static_assert(COPYING_REGISTERS + APART * ADDING_REGISTERS + COMPUTING * COMPUTI
 // the last rows are those that all see which a causal mask has there: so they begin one right behind the other.
 __device__ __forceinline__ int first_rows(const Work& work)
 {
-    return DETERMINISTIC ? work.i_low + (work.i_high - 1 - work.i_low) / BR * BR : work.i_low;
+    return DETERMINISTIC || TOGETHER && work.stride < 0 ? work.i_low + (work.i_high - 1 - work.i_low) / BR * BR : work.i_low;
 }
 
-__device__ __forceinline__ int next_rows(const Work& work, int i0)
+__device__ __forceinline__ int next_rows(const Work& work, int h, int i0)
 {
+    if constexpr (TOGETHER)
+        return h + 1 < work.first_head + work.heads ? i0 : i0 + work.stride;
     if constexpr (DETERMINISTIC)
         return i0 > work.i_low ? i0 - BR : first_rows(work);
     return i0 + BR < work.i_high ? i0 + BR : work.i_low;
+}
+
+// The head of the next step, whose rows are those from i0 on.
+__device__ __forceinline__ int next_head(const Work& work, int h, int i0)
+{
+    if constexpr (TOGETHER)
+        return h + 1 < work.first_head + work.heads ? h + 1 : work.first_head;
+    return h + (i0 == first_rows(work));
 }
 
 #include "rows_of_others.cuh"
@@ -151,9 +164,6 @@ __device__ __forceinline__ int stored_to(const Call& call, const Work& work)
 // The phase of dS's barriers in which a step is, when so many are left.
 __device__ __forceinline__ int dS_parity(const Work& work, int steps) { return (work.steps - steps) / S_STAGES & 1; }
 
-// The rows with which a block of threads begins, of work.first_head.
-__device__ __forceinline__ int begin_rows(const Work& work) { return BY_STEPS ? work.i_low + work.first_step * BR : first_rows(work); }
-
 // ---- the warps that copy ---------------------------------------------------------------------------------------------------
 
 // Where delta of a stage has its rows.
@@ -183,7 +193,7 @@ __device__ __forceinline__ void copy_all(const MappedCall& argument, const Work&
     if constexpr (PAIRED)
         fence_device();
     Ring<STAGES> to;
-    int h = work.first_head, i0 = begin_rows(work);
+    int h = work.first_head, i0 = first_rows(work);
     for (int steps = work.steps; steps > 0; steps--) {
         Barrier *const q_there = barriers + Q_THERE + to.stage, *const o_there = barriers + O_THERE + to.stage;
         await(barriers + READ + to.stage, to.parity ^ 1);
@@ -229,8 +239,8 @@ __device__ __forceinline__ void copy_all(const MappedCall& argument, const Work&
             i0 &= ~BR;
             continue;
         }
-        i0 = next_rows(work, PAIRED ? i0 | BR : i0);
-        h += i0 == first_rows(work);
+        i0 = next_rows(work, h, PAIRED ? i0 | BR : i0);
+        h = next_head(work, h, i0);
     }
 }
 
@@ -281,7 +291,7 @@ __device__ __forceinline__ void pass_stored(const Call& call, const Work& work, 
 // none each. DETERMINISTIC: in the order of the keys. A block of threads then waits for those with fewer keys before it alone, which began before it.
 __device__ __forceinline__ void add_all(const Call& call, const Work& work, const unsigned char* on_chip, Barrier* barriers)
 {
-    int h = work.first_head, i0 = begin_rows(work), parity = 0;
+    int h = work.first_head, i0 = first_rows(work), parity = 0;
     if constexpr (FUSED) {
         await_prepared(call, work);
         fence_device();
@@ -325,8 +335,8 @@ __device__ __forceinline__ void add_all(const Call& call, const Work& work, cons
         }
         if constexpr (PAIRED)
             i0 += BR;
-        i0 = next_rows(work, i0);
-        h += i0 == first_rows(work);
+        i0 = next_rows(work, h, i0);
+        h = next_head(work, h, i0);
     }
     if constexpr (FUSED) {
         await_stores<0>();
@@ -387,9 +397,9 @@ __device__ __forceinline__ void add_apart(const Call& call, const Work& work, co
     const int lane = threadIdx.x % WARP_LANES, warp = threadIdx.x / WARP_LANES % WARPS;
     const LowerHalf keys_across = lower_half(on_chip, BC * SLAB_ROW), K_across = moved(keys_across, AT_K), dS_across = moved(keys_across, AT_DS);
     const int h = work.first_head, blocks = (work.i_high - work.i_low + BR - 1) / BR;  // of rows, of each head
-    float4* to = (float4*)sums_of_block(call, first_block(call, work.b, h, work.q_start) + begin_rows(work) / BR) + warp * 2 * WARP_LANES + lane;
+    float4* to = (float4*)sums_of_block(call, first_block(call, work.b, h, work.q_start) + first_rows(work) / BR) + warp * 2 * WARP_LANES + lane;
     const int to_be_stored = STORES ? (stored_to(call, work) - work.i_low + BR - 1) / BR : 0;  // blocks of rows, if any
-    int left = blocks - work.first_step;
+    int left = TOGETHER ? work.heads : blocks;
     const auto pass = [&](int steps) {
         meet(ALL_ADDED, WARPGROUP);
         if (threadIdx.x % WARPGROUP == 0)
@@ -439,9 +449,13 @@ __device__ __forceinline__ void add_apart(const Call& call, const Work& work, co
         }
         if (STORES && left == 1 && blocks == to_be_stored)
             pass(steps);
-        to += BLOCK;
-        if (--left == 0)
-            left = blocks, to += (blocks_of_head(call) - blocks) * BLOCK;
+        to += (TOGETHER ? blocks_of_head(call) : 1) * BLOCK;
+        if (--left == 0) {
+            if constexpr (TOGETHER)
+                left = work.heads, to += (work.stride / BR - work.heads * blocks_of_head(call)) * BLOCK;
+            else
+                left = blocks, to += (blocks_of_head(call) - blocks) * BLOCK;
+        }
     }
     if constexpr (FUSED) {
         meet(ALL_ADDED, WARPGROUP);
@@ -565,7 +579,7 @@ __device__ __forceinline__ void compute_all(const Call& call, const Work& work, 
         const LowerHalf delta_across = moved(chip, AT_DELTA), dS_across = moved(keys_across, AT_DS + (BY_ROWS ? mine * BC * SLAB_ROW : 0));
 
         Ring<STAGES> at;
-        int h = work.first_head, i0 = begin_rows(work), steps = work.steps, taken = 0;
+        int h = work.first_head, i0 = first_rows(work), steps = work.steps, taken = 0;
         const auto next_step = [&]() {
             if constexpr (PAIRED) {
                 at.parity ^= steps & 1;
@@ -573,8 +587,8 @@ __device__ __forceinline__ void compute_all(const Call& call, const Work& work, 
                 return;
             }
             at.next();
-            i0 = next_rows(work, i0);
-            h += i0 == first_rows(work);
+            i0 = next_rows(work, h, i0);
+            h = next_head(work, h, i0);
             steps--, taken++;
         };
 
@@ -818,7 +832,7 @@ __device__ __forceinline__ void compute_all(const Call& call, const Work& work, 
 
                 // dV += P^T dO; APART: and dK += dS^T Q
                 fence_products();
-                begin_dV(r, 0, DV_FIRST);
+                begin_dV(r, 0, PAIRED && given ? PART / SUM : DV_FIRST);
                 if (PAIRED && given) {
                     commit_products();
                     begin_dK(0, BR / SUM);
