@@ -103,7 +103,7 @@ WGMMA_SLAB = 64  # columns of 16 bits that lie together, see sm90/hopper.cuh
 WGMMA_ROWS = 64  # of a warpgroup
 WGMMA_REST = 2688  # bytes: barriers, what pieces of work are
 WGMMA_PROCESSORS = 132  # of a device that was not asked
-WGMMA_FEWEST = 0.4  # pieces of work for each multiprocessor; with fewer, cuda/mma is faster, which shares keys out
+WGMMA_FEWEST = 0.4  # pieces of work for each multiprocessor, forward; with fewer, cuda/mma is faster, which shares keys out
 WGMMA_BALANCED_LEAST = 16  # blocks of keys of a piece that blocks of threads may share
 WGMMA_BALANCED_COST = 8.0  # what that costs, in blocks of keys
 WGMMA_PART_REST = 8  # numbers of a row of a part beside its sums
@@ -460,11 +460,6 @@ def raw_takes(problem: Problem) -> bool:
     )
 
 
-def _fills(chip: Chip, pieces: int) -> bool:
-    """Have enough multiprocessors a piece of work, if that is known?"""
-    return pieces >= WGMMA_FEWEST * (chip.processors or 0)
-
-
 def wgmma_takes(problem: Problem, chip: Chip, direction: str) -> bool:
     """Is this a problem for the kernels of cupy_raw/cuda/sm90? What hides keys may be a band and lengths."""
     d, dv = problem.d, problem.dv
@@ -485,14 +480,13 @@ def wgmma_takes(problem: Problem, chip: Chip, direction: str) -> bool:
         and problem.B * problem.Hq * -(-problem.Tq // (2 * WGMMA_ROWS)) < WGMMA_PIECES
         and WGMMA_SCALES[0] < problem.scale < WGMMA_SCALES[1]
         and WGMMA_SCALES[0] < problem.scale / (problem.softcap or 1.0) < WGMMA_SCALES[1]
-        and _fills(chip, problem.B * problem.Hq * -(-problem.Tq // (2 * WGMMA_ROWS)))
+        and problem.B * problem.Hq * -(-problem.Tq // (2 * WGMMA_ROWS)) >= WGMMA_FEWEST * (chip.processors or 0)
     )
 
 
 def wgmma_takes_backward(problem: Problem, chip: Chip, direction: str) -> bool:
     """Is this a backward pass for cuda/sm90? What hides keys may be a band and lengths, not a mask."""
     options = (problem.bias, problem.softcap, problem.mask, problem.sram)
-    keys = WGMMA_WIDE if is_wide(problem) else WGMMA_BACKWARD_KEYS
     return (
         (chip.family, problem.algorithm, direction) == (TENSOR, "fa2", "backward")
         and chip.name == WGMMA_CHIP
@@ -504,7 +498,6 @@ def wgmma_takes_backward(problem: Problem, chip: Chip, direction: str) -> bool:
         and all(option is None for option in options)
         and not (problem.page or problem.alibi or problem.dropout)
         and not (problem.deterministic and is_wide(problem))
-        and (not (problem.deterministic or is_wide(problem)) or _fills(chip, problem.B * problem.Hkv * -(-problem.Tk // keys)))
     )
 
 
@@ -548,7 +541,7 @@ def _wgmma_keys(problem: Problem, chip: Chip, d: int, dv: int, lag: int) -> Tile
         divided = _divided(problem.B * problem.Hkv * key_blocks, query_blocks, problem.group, processors, 1 + paired)
         if divided.halved + divided.others > lag:  # whose rows others finish while they compute
             divided = Divided()
-    elif not (fused or problem.deterministic):
+    elif not fused:
         divided = _divided_by_heads(problem, chip.processors or WGMMA_PROCESSORS, br, bc)
     together = not fused and (divided.threads > 0 or _together(problem))
     stores = (
@@ -626,7 +619,7 @@ def _together(problem: Problem, paired: int = 0) -> bool:
     ones? Under a mask it would be at another head than the others, and what all read and add to not be in L2."""
     band = not (problem.band.lower is problem.band.upper is None)
     long = max(problem.Tq, problem.Tk) > WGMMA_STORED
-    return band and long and not problem.deterministic and problem.group >= WGMMA_TOGETHER[paired]
+    return band and long and problem.group >= WGMMA_TOGETHER[paired]
 
 
 def _can_be_fused(problem: Problem) -> bool:

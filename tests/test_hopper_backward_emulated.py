@@ -495,6 +495,11 @@ BY_HEADS = {
     "packed": dict(Hq=4, Hkv=2, Tq=300, Tk=350, d=128, cu=([3, 120, 120, 290], [2, 150, 170, 330]), causal=True),
     "d < dv": dict(B=1, Hq=3, Hkv=1, Tq=150, Tk=140, d=64, dv=128, causal=True),
     "as many as counters": dict(B=1, Hq=fa2_backward.COUNTERS // 2, Tq=40, Tk=200, d=64),
+    "deterministic": dict(B=1, Hq=4, Hkv=1, Tq=300, Tk=300, d=64, causal=True, deterministic=True),
+    "deterministic, d = 128": dict(B=1, Hq=3, Hkv=1, Tq=200, Tk=300, d=128, deterministic=True),
+    "deterministic, rows": dict(B=2, Hq=1, Tq=400, Tk=300, d=128, window=(150, 0), deterministic=True),
+    "deterministic, packed": dict(
+        Hq=4, Hkv=2, Tq=300, Tk=350, d=128, cu=([3, 120, 120, 290], [2, 150, 170, 330]), causal=True, deterministic=True),
 }
 
 
@@ -680,7 +685,7 @@ BROKEN_DIVIDED = {
     "shares are added to one's own": ("plain, d = 128", "dV[n] = 0.0f;\n    const auto add", ";\n    const auto add"),
     "no part writes dK and dV": ("plain", "if (*others != part.count - 1)", "if (true)"),
     "shares lie in one place": ("plain, d = 128", "shares + part.number * VECTORS", "shares"),
-    "parts are not counted": ("plain", "= count_and_see(call.counters + (", "= 0 * count_and_see(call.counters + ("),
+    "parts are not counted": ("plain", "= count_and_see((unsigned*)call.sums", "= 0 * count_and_see((unsigned*)call.sums"),
     "all parts are the first": ("plain, d = 128", "(int)((index - first) % parts), (int)parts", "0, (int)parts"),
 }  # fmt: skip
 BROKEN_STORED = {
@@ -726,9 +731,8 @@ BROKEN_BY_HEADS = {
         "groups, d = 128", "return h + 1 < work.first_head + work.heads ? i0 :", "return false ? i0 :"),
     "heads go on past the last": (
         "groups, d = 128", "? h + 1 : work.first_head;", "? h + 1 : h + 1;"),
-    "shares are counted where rows are": (
-        "as many as counters", "call.counters + (FUSED ? 2 * call.B * call.Hkv : 0)",
-        "call.counters + 2 * call.B * call.Hkv"),
+    "shares are counted where turns are": (
+        "deterministic", "(unsigned*)call.sums - 1 - (part.block", "call.counters + (part.block"),
     "keys without a step have no share": (
         "fewer rows than parts", "if (part.count == 1)\n        return true;",
         "if (part.count == 1 || work_of(call).steps == 0)\n        return true;"),

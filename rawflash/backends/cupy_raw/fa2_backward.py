@@ -87,7 +87,7 @@ def _wgmma(problem: Problem, tiles: Tiles, x: Operands, grads: dict[str, Target]
     delta = side_gradients(problem, tiles, x, grads, first)
     # Before the sums what is counted: if deterministic, whose turn it is at each block; with a lag, for each key head
     # the blocks of threads that have prepared rows, and those that have added all of theirs; where the first one stores
-    # its dQ, for each head those that have; where blocks of keys are divided, for each the shares that are there.
+    # its dQ, for each head those that have; where blocks of keys are divided, last, for each the shares that are there.
     # Behind the sums, in pairs, a record of lse and delta for each block of rows, and these shares of dK and dV.
     stores = constants.get("STORES", 0)
     counters = blocks * problem.deterministic + problem.B * (2 * problem.Hkv * bool(tiles.lag) + problem.Hq * stores)

@@ -99,7 +99,7 @@ __device__ __forceinline__ Work work_of(const Call& call)
         const int low = work.i_low, blocks = work.i_high > low ? (work.i_high - low + BR - 1) / BR : 0;
         work.i_low = low + blocks * row / of_rows * BR;
         work.i_high = row + 1 < of_rows ? low + blocks * (row + 1) / of_rows * BR : work.i_high;
-        work.stride = BAND && blockIdx.x / (unsigned)call.at_once % 2 == 0 ? -BR : BR;
+        work.stride = DETERMINISTIC || BAND && blockIdx.x / (unsigned)call.at_once % 2 == 0 ? -BR : BR;
     }
     work.steps = work.i_high > work.i_low ? (work.i_high - work.i_low + BR - 1) / BR * work.heads : 0;
     return work;

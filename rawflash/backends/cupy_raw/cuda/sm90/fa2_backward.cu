@@ -30,9 +30,9 @@
 // Both start from delta = rowsum(dO * O) - dlse (side_gradients.cu).
 
 // Fewest copies of upper halves between products: none or nearly none
+#define IN_TWO (BR == 64 ? TOGETHER : DETERMINISTIC)
 #define UPPER_HALVES \
-    {0, 1, PAIRED && BAND || TOGETHER && DIVIDED && BR == 64 ? 2 : 1, \
-     !PAIRED && (BR == 128 || BAND && !STORES && !DETERMINISTIC && !(TOGETHER && DIVIDED)) ? 1 : 2, BAND ? 2 : 1}
+    {0, 1, PAIRED && BAND || IN_TWO ? 2 : 1, !PAIRED && !IN_TWO && (BR == 128 || BAND && !STORES && !DETERMINISTIC) ? 1 : 2, BAND ? 2 : 1}
 #include "backward.cuh"
 
 constexpr int COMPUTING = 2, KEYS = BC / COMPUTING;  // warpgroups, and the keys of each
@@ -65,7 +65,7 @@ constexpr int PATCHES = BR * TO_D / PATCH;      // in a block of rows
 // The order of the sums is kept by one thread only.
 static_assert(!APART || BY_ROWS && !DETERMINISTIC, "a warpgroup of its own computes dQ");
 static_assert(!DIVIDED || FUSED && !BAND || TOGETHER, "the last blocks of keys have as many rows as others");
-static_assert(!TOGETHER || !FUSED && !STORES && !DETERMINISTIC, "others wait for no head");
+static_assert(!TOGETHER || !FUSED && !STORES, "others wait for no head");
 static_assert(!ROWS_FIRST || !APART, "rows are read once");
 static_assert(!STORES || BAND && !DETERMINISTIC && !PACKED && (BY_COLUMNS || BY_ROWS), "the last keys that rows see come first");
 
@@ -116,21 +116,21 @@ __device__ __forceinline__ int first_rows(const Work& work)
     return DETERMINISTIC || TOGETHER && work.stride < 0 ? work.i_low + (work.i_high - 1 - work.i_low) / BR * BR : work.i_low;
 }
 
-__device__ __forceinline__ int next_rows(const Work& work, int h, int i0)
+__device__ __forceinline__ int next_rows(const Work& work, int nth, int i0)
 {
     if constexpr (TOGETHER)
-        return h + 1 < work.first_head + work.heads ? i0 : i0 + work.stride;
+        return nth + 1 < work.heads ? i0 : i0 + work.stride;
     if constexpr (DETERMINISTIC)
         return i0 > work.i_low ? i0 - BR : first_rows(work);
     return i0 + BR < work.i_high ? i0 + BR : work.i_low;
 }
 
-// The head of the next step, whose rows are those from i0 on.
-__device__ __forceinline__ int next_head(const Work& work, int h, int i0)
+// The head of the next step, of those it has; its rows are those from i0 on.
+__device__ __forceinline__ int next_head(const Work& work, int nth, int i0)
 {
     if constexpr (TOGETHER)
-        return h + 1 < work.first_head + work.heads ? h + 1 : work.first_head;
-    return h + (i0 == first_rows(work));
+        return nth + 1 < work.heads ? nth + 1 : 0;
+    return nth + (i0 == first_rows(work));
 }
 
 #include "rows_of_others.cuh"
@@ -193,8 +193,9 @@ __device__ __forceinline__ void copy_all(const MappedCall& argument, const Work&
     if constexpr (PAIRED)
         fence_device();
     Ring<STAGES> to;
-    int h = work.first_head, i0 = first_rows(work);
+    int nth = 0, i0 = first_rows(work);
     for (int steps = work.steps; steps > 0; steps--) {
+        const int h = work.first_head + nth;
         Barrier *const q_there = barriers + Q_THERE + to.stage, *const o_there = barriers + O_THERE + to.stage;
         await(barriers + READ + to.stage, to.parity ^ 1);
         // PAIRED: of 128 rows first those whose dQ the other block of threads computes, then those whose dQ this one does
@@ -239,8 +240,8 @@ __device__ __forceinline__ void copy_all(const MappedCall& argument, const Work&
             i0 &= ~BR;
             continue;
         }
-        i0 = next_rows(work, h, PAIRED ? i0 | BR : i0);
-        h = next_head(work, h, i0);
+        i0 = next_rows(work, nth, PAIRED ? i0 | BR : i0);
+        nth = next_head(work, nth, i0);
     }
 }
 
@@ -291,7 +292,7 @@ __device__ __forceinline__ void pass_stored(const Call& call, const Work& work, 
 // none each. DETERMINISTIC: in the order of the keys. A block of threads then waits for those with fewer keys before it alone, which began before it.
 __device__ __forceinline__ void add_all(const Call& call, const Work& work, const unsigned char* on_chip, Barrier* barriers)
 {
-    int h = work.first_head, i0 = first_rows(work), parity = 0;
+    int nth = 0, i0 = first_rows(work), parity = 0;
     if constexpr (FUSED) {
         await_prepared(call, work);
         fence_device();
@@ -299,6 +300,7 @@ __device__ __forceinline__ void add_all(const Call& call, const Work& work, cons
     const int to_be_stored = STORES ? stored_to(call, work) : 0;
 #pragma unroll 1
     for (int steps = work.steps; steps > 0; steps -= 1 + PAIRED, parity ^= 1) {
+        const int h = work.first_head + nth;
         const long long block = first_block(call, work.b, h, work.q_start) + i0 / BR + (PAIRED ? rank_in_cluster() : 0);
         if (STORES && i0 == first_rows(work) && i0 >= to_be_stored)  // of these rows nothing
             pass_stored(call, work, h);
@@ -335,8 +337,8 @@ __device__ __forceinline__ void add_all(const Call& call, const Work& work, cons
         }
         if constexpr (PAIRED)
             i0 += BR;
-        i0 = next_rows(work, h, i0);
-        h = next_head(work, h, i0);
+        i0 = next_rows(work, nth, i0);
+        nth = next_head(work, nth, i0);
     }
     if constexpr (FUSED) {
         await_stores<0>();
@@ -486,8 +488,8 @@ __device__ __forceinline__ bool has_all_sums(const Call& call, unsigned char* on
         mine[(TO_D / 8 + n) * MEMBERS] = make_float4(dV[4 * n], dV[4 * n + 1], dV[4 * n + 2], dV[4 * n + 3]);
     unsigned* const others = (unsigned*)(on_chip + AT_LSE);  // nobody reads that any more
     all_meet();
-    if (thread == 0)
-        *others = count_and_see(call.counters + (FUSED ? 2 * call.B * call.Hkv : 0) + (part.block - (unsigned)call.whole), part.count - 1);
+    if (thread == 0)  // the last ones of all counters
+        *others = count_and_see((unsigned*)call.sums - 1 - (part.block - (unsigned)call.whole), part.count - 1);
     all_meet();
     if (*others != part.count - 1)
         return false;
@@ -579,7 +581,7 @@ __device__ __forceinline__ void compute_all(const Call& call, const Work& work, 
         const LowerHalf delta_across = moved(chip, AT_DELTA), dS_across = moved(keys_across, AT_DS + (BY_ROWS ? mine * BC * SLAB_ROW : 0));
 
         Ring<STAGES> at;
-        int h = work.first_head, i0 = first_rows(work), steps = work.steps, taken = 0;
+        int nth = 0, i0 = first_rows(work), steps = work.steps, taken = 0;
         const auto next_step = [&]() {
             if constexpr (PAIRED) {
                 at.parity ^= steps & 1;
@@ -587,8 +589,8 @@ __device__ __forceinline__ void compute_all(const Call& call, const Work& work, 
                 return;
             }
             at.next();
-            i0 = next_rows(work, h, i0);
-            h = next_head(work, h, i0);
+            i0 = next_rows(work, nth, i0);
+            nth = next_head(work, nth, i0);
             steps--, taken++;
         };
 
