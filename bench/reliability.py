@@ -144,7 +144,7 @@ def planned_as_long(lag: float = 0.0) -> contextlib.AbstractContextManager[None]
     """Backward passes inside have what only long ones have else: ``_can_be_fused`` there."""
     return _planned(
         WGMMA_FUSED=ALWAYS, WGMMA_FUSED_KEYS=1, WGMMA_FUSED_LAG=lag, WGMMA_FUSED_ROWS={64: 0, 128: 0},
-        WGMMA_PAIRED_ROWS=0, WGMMA_TOGETHER=NEVER,
+        WGMMA_PAIRED_ROWS=0, WGMMA_PAIRED_IN_ORDER=0, WGMMA_TOGETHER=NEVER,
     )  # fmt: skip
 
 
@@ -236,8 +236,11 @@ REPEATED = {
     "d = 128, causal, pieces done again": dict(dtype="bfloat16", d=128, causal=True, large=400.0),
     "d = 128, in pairs": dict(dtype="bfloat16", d=128, causal=False, T=1280, long=True),
     "d = 128, causal, in pairs": dict(dtype="float16", d=128, causal=True, T=1280, long=True),
+    "d = 64, rows of others": dict(dtype="bfloat16", d=64, causal=False, T=1088, long=True),
+    "d = 128, causal, rows of others": dict(dtype="bfloat16", d=128, causal=True, T=1152, long=True),
 }
-ONE_WAY = {"again": "forward", "in pairs": "backward"}  # names with it are repeated this way alone
+# Names with it are repeated in these ways alone
+SOME_WAYS = {"again": ("forward",), "in pairs": ("backward", "deterministic"), "others": ("backward", "deterministic")}
 REPEATS = {"forward": 10_000, "backward": 10_000, "deterministic": 1_000}
 
 
@@ -610,7 +613,7 @@ def jobs(parts: Sequence[str], seed: int, sets: int | None = None, shapes: int |
     if "repeats" in parts:
         for direction, times in REPEATS.items():
             for name in REPEATED:
-                if all(direction == way for word, way in ONE_WAY.items() if word in name):
+                if all(direction in ways for word, ways in SOME_WAYS.items() if word in name):
                     found.append(Job(f"repeats/{direction}, {name}", "repeats",
                                      {"name": name, "direction": direction, "times": times}))  # fmt: skip
     if "accuracy" in parts:

@@ -103,7 +103,8 @@ WGMMA_SLAB = 64  # columns of 16 bits that lie together, see sm90/hopper.cuh
 WGMMA_ROWS = 64  # of a warpgroup
 WGMMA_REST = 2688  # bytes: barriers, what pieces of work are
 WGMMA_PROCESSORS = 132  # of a device that was not asked
-WGMMA_FEWEST = 0.4  # pieces of work for each multiprocessor, forward; with fewer, cuda/mma is faster, which shares keys out
+# Pieces of work for each multiprocessor, forward; with fewer, cuda/mma is faster, which shares keys out.
+WGMMA_FEWEST = 0.4
 WGMMA_BALANCED_LEAST = 16  # blocks of keys of a piece that blocks of threads may share
 WGMMA_BALANCED_COST = 8.0  # what that costs, in blocks of keys
 WGMMA_PART_REST = 8  # numbers of a row of a part beside its sums
@@ -130,7 +131,7 @@ WGMMA_HEADS_MOST, WGMMA_HEADS_GAIN = 16, 0.9
 # otherwise there would be pairs.
 WGMMA_TOGETHER = {0: 4, 1: 8}
 # Of rows that see a block of keys, on average: from so many on two blocks of threads go through them together.
-WGMMA_PAIRED_ROWS = 2048
+WGMMA_PAIRED_ROWS, WGMMA_PAIRED_IN_ORDER = 2048, 448
 WGMMA_STORED = 512  # rows and keys up to which the first of a causal band stores its dQ, so that no sums are cleared
 WGMMA_WIDE = 64  # Br and Bc where d or dv is above those of WGMMA_BACKWARD
 WGMMA_WIDE_STAGES = ((3, 2), (3, 1), (2, 2), (2, 1))  # of Q and dO, and of P, on chip: the first that fit
@@ -529,9 +530,11 @@ def _wgmma_keys(problem: Problem, chip: Chip, d: int, dv: int, lag: int) -> Tile
     apart = br == WGMMA_BACKWARD_APART and not problem.deterministic
     band = not (problem.band.lower is problem.band.upper is None)
     limits = apart and band  # what hides keys of a thread
+    upper_end = problem.band.lower is None and problem.band.upper is not None
     query_blocks, key_blocks = -(-problem.Tq // br), -(-problem.Tk // bc)
     paired = int(
-        fused and d == dv == 2 * WGMMA_SLAB and _rows_of_keys(problem, bc) >= WGMMA_PAIRED_ROWS
+        fused and d == dv == 2 * WGMMA_SLAB
+        and _rows_of_keys(problem, bc) >= (WGMMA_PAIRED_IN_ORDER if problem.deterministic else WGMMA_PAIRED_ROWS)
         and query_blocks % 2 == key_blocks % 2 == 0
         and (not band or problem.band.lower is None and problem.Tk % bc == 0)
     )  # fmt: skip
@@ -545,7 +548,7 @@ def _wgmma_keys(problem: Problem, chip: Chip, d: int, dv: int, lag: int) -> Tile
         divided = _divided_by_heads(problem, chip.processors or WGMMA_PROCESSORS, br, bc)
     together = not fused and (divided.threads > 0 or _together(problem))
     stores = (
-        problem.band.lower is None and problem.band.upper is not None and d >= dv and not (paired or together)
+        upper_end and d >= dv and not (paired or together)
         and not (problem.ragged or problem.varlen or problem.deterministic)
         and max(problem.Tq, problem.Tk) <= WGMMA_STORED
     )
@@ -573,7 +576,8 @@ def _wgmma_keys(problem: Problem, chip: Chip, d: int, dv: int, lag: int) -> Tile
     )
     return Tiles(br, bc, resident, chip.name, chip.on_chip_bytes, JI, family=WGMMA, lag=lag, divided=divided,
                  constants=(("FUSED", int(fused)), ("APART", int(apart)), ("STORES", int(stores)),
-                            ("DIVIDED", int(divided.threads > 0)), ("TOGETHER", int(together)), ("PAIRED", paired)))  # fmt: skip
+                            ("DIVIDED", int(divided.threads > 0)), ("TOGETHER", int(together)), ("PAIRED", paired),
+                            ("LAST_FIRST", int(stores or problem.deterministic and upper_end))))  # fmt: skip
 
 
 def _divided(blocks: int, rows: int, group: int, processors: int, together: int = 1) -> Divided:
@@ -627,7 +631,7 @@ def _can_be_fused(problem: Problem) -> bool:
     columns, blocks = max(problem.d, problem.dv), -(-problem.Tk // WGMMA_BACKWARD_KEYS)
     rows = next(rows for width, rows in WGMMA_FUSED_ROWS.items() if columns <= width)
     return (
-        not (problem.ragged or problem.varlen or problem.deterministic or problem.sinks)
+        not (problem.ragged or problem.varlen or problem.sinks)
         and _padded(problem.dv, WGMMA_SLAB) <= _padded(problem.d, WGMMA_SLAB)
         and blocks >= WGMMA_FUSED_KEYS
         and _rows_of_keys(problem, WGMMA_BACKWARD_KEYS) >= rows

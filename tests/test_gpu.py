@@ -43,8 +43,10 @@ def as_large_ones(monkeypatch):
 
 
 # Tests of calls that kernels of sm_90 have, which plan for themselves
-PLANNED = ("test_rows_of_whole_chunks", "test_the_first_dQ", "test_rows_that_others", "test_blocks_of_keys", "test_pairs",
-           "test_a_thousand_calls")  # fmt: skip
+PLANNED = (
+    "test_rows_of_whole_chunks", "test_the_first_dQ", "test_rows_that_others", "test_blocks_of_keys", "test_pairs",
+    "test_a_thousand_calls",
+)  # fmt: skip
 NEVER, ALWAYS = {0: 1 << 30, 1: 1 << 30}, {0: 0, 1: 0}
 SHARDS = 30  # tests that draw: they are shared out to processes
 PROBLEMS_A_SHARD = 40  # 1,200 problems
@@ -180,7 +182,8 @@ def test_rows_of_whole_chunks(name, dtype, large, monkeypatch):
 def test_a_thousand_calls_give_the_same_bits(d, causal, dtype):
     """More blocks than multiprocessors, and whichever is free takes the next: the forward pass, and the backward pass
     without atomics."""
-    case = on_gpu(make(B=2, Hq=8, Hkv=4, Tq=1100, d=d, dtype=dtype, causal=causal))
+    heads = dict(Hq=16, Hkv=16, Tq=2048) if d == 128 else dict(Hq=8, Hkv=4, Tq=1100)  # pairs; by heads
+    case = on_gpu(make(B=2, d=d, dtype=dtype, causal=causal, **heads))
 
     def bits(results):
         return [x.view(f"u{x.itemsize}") for x in results]
@@ -203,6 +206,9 @@ FUSED = {
     "groups": dict(B=2, Hq=40, Hkv=10, Tq=400, Tk=300, d=128, causal=True),
     "window": dict(Hq=40, Tq=500, d=128, window=(100, 30)),
     "other columns": dict(Hq=30, Tq=300, d=72, dv=40, q_offset=-90, causal=True),
+    "deterministic, d = 128": dict(Hq=60, Tq=330, Tk=400, d=128, deterministic=True),
+    "deterministic, causal": dict(B=2, Hq=40, Hkv=20, Tq=500, Tk=300, d=128, causal=True, deterministic=True),
+    "deterministic, window": dict(Hq=40, Tq=500, d=128, window=(100, 30), deterministic=True),
 }
 
 
@@ -217,9 +223,13 @@ def check_backward_again_and_again(case):
         for name, gradient in zip(case.wrt, gradients, strict=True):
             assert_close("d" + name, to_host(gradient), reference)
 
+    bits = []
     for _ in range(10):
         poison_pool()
-        right(gpu.backward(out, lse))
+        gradients = gpu.backward(out, lse)
+        right(gradients)
+        bits.append([to_host(gradient).tobytes() for gradient in gradients])
+    assert not case.options.get("deterministic") or all(again == bits[0] for again in bits)
     stream = cupy.cuda.Stream(non_blocking=True)
     with stream:
         gpu.backward(out, lse)
@@ -308,6 +318,9 @@ BY_HEADS = {
     "heads and rows": dict(Hq=2, Hkv=1, Tq=1500, Tk=1500, d=64, causal=True),
     "offsets": dict(B=3, Hq=4, Hkv=1, Tq=300, Tk=500, d=96, causal=True, q_offset=np.array([-150, 20, 400])),
     "lengths": dict(B=3, Hq=6, Hkv=2, Tq=500, d=128, causal=True, q_lengths=[500, 0, 40], kv_lengths=[65, 500, 7]),
+    "deterministic": dict(Hq=8, Hkv=1, Tq=700, Tk=700, d=128, causal=True, deterministic=True),
+    "deterministic, d = 64": dict(B=2, Hq=6, Hkv=2, Tq=900, Tk=700, d=64, deterministic=True),
+    "deterministic, rows": dict(Hq=1, Tq=1500, Tk=900, d=128, window=(500, 0), deterministic=True),
     "undivided": dict(B=2, Hq=16, Hkv=4, Tq=500, Tk=640, d=128, causal=True),
     "undivided, d = 64": dict(B=2, Hq=24, Hkv=4, Tq=700, Tk=520, d=64, window=(200, 30)),
 }
@@ -344,12 +357,18 @@ PAIRED = {
     "causal, groups": dict(B=2, Hq=12, Hkv=4, Tq=384, Tk=768, d=128, causal=True),
     "causal, offsets": dict(B=3, Hq=20, Tq=512, Tk=512, d=128, causal=True, q_offset=np.array([-170, 3, 900])),
     "a window without a lower end": dict(Hq=30, Tq=640, Tk=512, d=128, window=(None, 37)),
+    "deterministic": dict(Hq=60, Tq=384, Tk=512, d=128, deterministic=True),
+    "divided, deterministic": dict(Hq=7, Tq=1000, Tk=700, d=128, deterministic=True),
+    "deterministic, causal": dict(B=3, Hq=40, Hkv=20, Tq=640, Tk=768, d=128, causal=True, deterministic=True),
+    "deterministic, causal, offsets": dict(
+        B=3, Hq=20, Tq=500, Tk=512, d=128, causal=True, q_offset=np.array([-170, 3, 900]), deterministic=True),
 }
 
 
 def pairs(monkeypatch, name):
     monkeypatch.setattr(problem, "_MEMO", {})
     monkeypatch.setattr(tiling, "WGMMA_PAIRED_ROWS", 0)
+    monkeypatch.setattr(tiling, "WGMMA_PAIRED_IN_ORDER", 0)
     shortest_lag(monkeypatch)
     if name.startswith("divided"):
         monkeypatch.setattr(tiling, "WGMMA_FUSED_LAG", 6.5 / tiling.WGMMA_PROCESSORS)

@@ -499,7 +499,8 @@ BY_HEADS = {
     "deterministic, d = 128": dict(B=1, Hq=3, Hkv=1, Tq=200, Tk=300, d=128, deterministic=True),
     "deterministic, rows": dict(B=2, Hq=1, Tq=400, Tk=300, d=128, window=(150, 0), deterministic=True),
     "deterministic, packed": dict(
-        Hq=4, Hkv=2, Tq=300, Tk=350, d=128, cu=([3, 120, 120, 290], [2, 150, 170, 330]), causal=True, deterministic=True),
+        Hq=4, Hkv=2, Tq=300, Tk=350, d=128, cu=([3, 120, 120, 290], [2, 150, 170, 330]), causal=True,
+        deterministic=True),
 }
 
 
@@ -518,6 +519,14 @@ def test_blocks_of_keys_under_a_band_are_not_divided(name, device_by_name, divid
     assert divided == [0]
 
 
+@pytest.mark.parametrize("name", FUSED)
+def test_deterministic_where_others_prepare_and_finish(name, monkeypatch, fused, taken, zeros):
+    emulator.install(monkeypatch, backwards=False)
+    case = prepared(FUSED[name] | {"deterministic": True}, DTYPES[list(FUSED).index(name) % 2])
+    check(case, case.reference())
+    assert taken == ["fa2_backward_keys"] and zeros[0][0]["FUSED"] == (case.q.shape[-1] > 64)  # else there is no room
+
+
 @pytest.mark.parametrize("view", ["transposed", "sliced", "fortran"])
 def test_strides_where_others_prepare_and_finish(view, device_by_name, fused, heads):
     case = make(B=1, Hq=4, Tq=150, Tk=200, d=64, dtype="bfloat16")
@@ -529,7 +538,7 @@ def test_strides_where_others_prepare_and_finish(view, device_by_name, fused, he
 
 
 @pytest.mark.parametrize("more", [
-    dict(q_lengths=[100, 150]), dict(sinks=normal(4)), dict(deterministic=True), dict(dv=128), dict(d=256),
+    dict(q_lengths=[100, 150]), dict(sinks=normal(4)), dict(dv=128), dict(d=256),
 ], ids=lambda more: next(iter(more)))  # fmt: skip
 def test_calls_whose_rows_have_kernels_of_their_own(more, device_by_name, fused, heads, taken):
     case = make(**dict(B=2, Hq=4, Tq=150, Tk=200, d=64, dtype="bfloat16") | more)
@@ -542,6 +551,7 @@ def test_calls_whose_rows_have_kernels_of_their_own(more, device_by_name, fused,
 @pytest.fixture
 def paired(monkeypatch, fused):
     monkeypatch.setattr(tiling, "WGMMA_PAIRED_ROWS", 0)
+    monkeypatch.setattr(tiling, "WGMMA_PAIRED_IN_ORDER", 0)
 
 
 PAIRED = {
@@ -568,6 +578,14 @@ PAIRED = {name: options | {"d": 128} for name, options in PAIRED.items()}
 @pytest.mark.parametrize("name", PAIRED)
 def test_pairs_of_blocks(name, dtype, device, paired, taken, zeros):
     case = prepared(PAIRED[name], dtype)
+    check(case, case.reference())
+    assert taken == ["fa2_backward_keys"] and zeros[0][0]["PAIRED"] == 1
+
+
+@pytest.mark.parametrize("name", PAIRED)
+def test_deterministic_pairs_of_blocks(name, monkeypatch, paired, taken, zeros):
+    emulator.install(monkeypatch, backwards=False)
+    case = prepared(PAIRED[name] | {"deterministic": True}, DTYPES[len(name) % 2])
     check(case, case.reference())
     assert taken == ["fa2_backward_keys"] and zeros[0][0]["PAIRED"] == 1
 
@@ -685,7 +703,8 @@ BROKEN_DIVIDED = {
     "shares are added to one's own": ("plain, d = 128", "dV[n] = 0.0f;\n    const auto add", ";\n    const auto add"),
     "no part writes dK and dV": ("plain", "if (*others != part.count - 1)", "if (true)"),
     "shares lie in one place": ("plain, d = 128", "shares + part.number * VECTORS", "shares"),
-    "parts are not counted": ("plain", "= count_and_see((unsigned*)call.sums", "= 0 * count_and_see((unsigned*)call.sums"),
+    "parts are not counted": (
+        "plain", "= count_and_see((unsigned*)call.sums", "= 0 * count_and_see((unsigned*)call.sums"),
     "all parts are the first": ("plain, d = 128", "(int)((index - first) % parts), (int)parts", "0, (int)parts"),
 }  # fmt: skip
 BROKEN_STORED = {
@@ -728,9 +747,9 @@ BROKEN_BY_HEADS = {
     "dQ stays in its rows": ("groups", "to += (work.stride / BR -", "to += (0 -"),
     "dQ has more heads": ("groups", "int left = TOGETHER ? work.heads : blocks;", "int left = blocks;"),
     "rows go on before all heads have had them": (
-        "groups, d = 128", "return h + 1 < work.first_head + work.heads ? i0 :", "return false ? i0 :"),
+        "groups, d = 128", "return nth + 1 < work.heads ? i0 :", "return false ? i0 :"),
     "heads go on past the last": (
-        "groups, d = 128", "? h + 1 : work.first_head;", "? h + 1 : h + 1;"),
+        "groups, d = 128", "? nth + 1 : 0;", "? nth + 1 : nth + 1;"),
     "shares are counted where turns are": (
         "deterministic", "(unsigned*)call.sums - 1 - (part.block", "call.counters + (part.block"),
     "keys without a step have no share": (
@@ -742,6 +761,39 @@ BROKEN_BY_HEADS = {
 @pytest.mark.parametrize("name", BROKEN_BY_HEADS)
 def test_broken_kernels_that_divide_by_heads_are_caught(name, device_by_name, by_heads, taken, monkeypatch):
     check_caught(*BROKEN_BY_HEADS[name], BY_HEADS, monkeypatch, taken)
+
+
+TURN = "await_turn(turns(call, block), turn_at(call, work, i0));"
+IN_ORDER = {
+    "down": (dict(B=2, Hq=2, Tq=300, d=64, window=(130, 0)), ""),
+    "by heads": (BY_HEADS["deterministic"], "by_heads"),
+    "by heads, d = 128": (BY_HEADS["deterministic, d = 128"], "by_heads"),
+    "rows": (BY_HEADS["deterministic, rows"], "by_heads"),
+    "packed": (BY_HEADS["deterministic, packed"], "by_heads"),
+    "lengths": (BY_HEADS["lengths"], ""),
+    "rows of others": (dict(B=1, Hq=5, Tq=300, Tk=430, d=128, causal=True), "fused"),
+    "rows of others, rows without keys": (dict(B=1, Hq=5, Tq=310, Tk=140, d=128, causal=True), "fused"),
+    "pairs": (PAIRED["four clusters"], "paired"),
+    "pairs, causal": (PAIRED["causal"], "paired"),
+    "pairs, causal, rows that do not exist": (dict(B=1, Hq=1, Tq=360, Tk=512, d=128, causal=True), "paired"),
+    "pairs, causal, nothing visible": (PAIRED["causal, nothing visible"], "paired"),
+}
+
+
+@pytest.mark.parametrize("early", [False, True])
+@pytest.mark.parametrize("name", IN_ORDER)
+def test_each_block_of_keys_adds_in_its_turn(name, early, monkeypatch, taken, request):
+    """Not before: its number is then exactly that of those that have added to the rows."""
+    options, how = IN_ORDER[name]
+    if how:
+        request.getfixturevalue(how)
+    emulator.install(monkeypatch, backwards=False)
+    case = prepared(options | {"deterministic": True}, "bfloat16")
+    turn = "turn_at(call, work, i0)" + early * " - (turn_at(call, work, i0) > 0)"
+    break_backward(monkeypatch, TURN, f"if (*turns(call, block) != {turn}) *sums_of_block(call, block) = INFINITE;")
+    with pytest.raises(AssertionError) if early and "nothing" not in name else nullcontext():
+        check(case, case.reference())
+    assert taken
 
 
 @pytest.mark.parametrize("name", BROKEN_DIVIDED)

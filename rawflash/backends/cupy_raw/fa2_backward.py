@@ -112,9 +112,10 @@ def _wgmma(problem: Problem, tiles: Tiles, x: Operands, grads: dict[str, Target]
 def _schedule(problem: Problem, tiles: Tiles, key_blocks: int) -> dict[str, int]:
     """In which order blocks of threads come, and how far ahead and behind they work, in whole sections of heads: as
     many as there are of them where they do not, as kernels of their own then do it for all."""
-    stores = bool(dict(tiles.constants).get("STORES"))
+    constants = dict(tiles.constants)
+    stores, last_first = (bool(constants.get(name)) for name in ("STORES", "LAST_FIRST"))
     heads, parts = problem.B * problem.Hkv, tiles.divided.parts if not tiles.lag else 1
-    section = _section(problem, stores, key_blocks * parts)
+    section = _section(problem, stores, last_first, key_blocks * parts)
     ahead = behind = total = key_blocks * heads
     if tiles.lag:
         section = min(section, max(tiles.lag // key_blocks, 1))
@@ -129,7 +130,7 @@ def _schedule(problem: Problem, tiles: Tiles, key_blocks: int) -> dict[str, int]
     return words | {f"by_{name}": divisor(n) for name, n in divisors.items()}
 
 
-def _section(problem: Problem, stores: bool, blocks: int) -> int:
+def _section(problem: Problem, stores: bool, last_first: bool, blocks: int) -> int:
     """How many K/V heads have their keys taken in turn, long columns first: as many as L2 can hold; 1: no band. Each
     has so many blocks of threads, and all multiprocessors have one: else the last head's longest ends alone.
 
@@ -142,7 +143,7 @@ def _section(problem: Problem, stores: bool, blocks: int) -> int:
     rows = problem.Tk + problem.group * problem.Tq
     nbytes = rows * (problem.d + problem.dv) * 2 + problem.group * problem.Tq * problem.d * 4
     whole = SECTION_STORED if stores else SECTION_BYTES
-    heads = whole * (DETERMINISTIC_MORE if band and problem.deterministic else 1) // nbytes
+    heads = whole * (DETERMINISTIC_MORE if band and problem.deterministic and not last_first else 1) // nbytes
     if not (stores or problem.deterministic):
         heads = max(heads, WGMMA_PROCESSORS // blocks)
     return max(min(heads, problem.B * problem.Hkv), 1)

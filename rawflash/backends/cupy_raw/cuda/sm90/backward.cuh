@@ -36,16 +36,15 @@ struct KeyBlock {
     unsigned head, block;
 };
 
-// Heads come in sections whose matrices L2 can hold; of a section the first keys first, which most rows see if it is causal. STORES: the last keys first.
+// Heads come in sections whose matrices L2 can hold; of a section the first keys first, which most rows see if it is causal. LAST_FIRST: the last keys.
 __device__ __forceinline__ KeyBlock key_block(const Call& call, unsigned index)
 {
     const unsigned heads = (unsigned)(call.B * call.Hkv), blocks = (unsigned)call.blocks, section = (unsigned)call.section;
     const unsigned first = divided(index, call.by_section) * section, rest = (index - first * blocks) >> PAIRED;
     const bool is_last = heads - first < section;
-    const unsigned block = divided(rest, is_last ? call.by_last_heads : call.by_heads), head = first + rest - block * (is_last ? heads - first : section);
-    if constexpr (PAIRED)  // a cluster has two neighbouring ones
-        return {head, 2 * block + index % 2};
-    return {head, STORES ? blocks - 1 - block : block};
+    const unsigned nth = divided(rest, is_last ? call.by_last_heads : call.by_heads), head = first + rest - nth * (is_last ? heads - first : section);
+    const unsigned block = LAST_FIRST ? (blocks >> PAIRED) - 1 - nth : nth;
+    return {head, PAIRED ? 2 * block + index % 2 : block};  // a cluster has two neighbouring ones
 }
 
 // DIVIDED: the last blocks of keys, with which most multiprocessors would be idle, have several blocks of threads, each for some of their rows: two,
@@ -99,7 +98,7 @@ __device__ __forceinline__ Work work_of(const Call& call)
         const int low = work.i_low, blocks = work.i_high > low ? (work.i_high - low + BR - 1) / BR : 0;
         work.i_low = low + blocks * row / of_rows * BR;
         work.i_high = row + 1 < of_rows ? low + blocks * (row + 1) / of_rows * BR : work.i_high;
-        work.stride = DETERMINISTIC || BAND && blockIdx.x / (unsigned)call.at_once % 2 == 0 ? -BR : BR;
+        work.stride = (DETERMINISTIC ? !LAST_FIRST : BAND && blockIdx.x / (unsigned)call.at_once % 2 == 0) ? -BR : BR;
     }
     work.steps = work.i_high > work.i_low ? (work.i_high - work.i_low + BR - 1) / BR * work.heads : 0;
     return work;

@@ -32,7 +32,7 @@
 // Fewest copies of upper halves between products: none or nearly none
 #define IN_TWO (BR == 64 ? TOGETHER : DETERMINISTIC)
 #define UPPER_HALVES \
-    {0, 1, PAIRED && BAND || IN_TWO ? 2 : 1, !PAIRED && !IN_TWO && (BR == 128 || BAND && !STORES && !DETERMINISTIC) ? 1 : 2, BAND ? 2 : 1}
+    {0, 1, PAIRED && BAND || IN_TWO ? 2 : 1, !PAIRED && !IN_TWO && (BR == 128 || BAND && !STORES && (FUSED || !DETERMINISTIC)) ? 1 : 2, BAND ? 2 : 1}
 #include "backward.cuh"
 
 constexpr int COMPUTING = 2, KEYS = BC / COMPUTING;  // warpgroups, and the keys of each
@@ -109,18 +109,19 @@ constexpr int ALL_MEET = 1, WARPGROUP_MEETS = 2, ALL_ADDED = 4;  // named barrie
 constexpr int COPYING_REGISTERS = FUSED && APART ? 32 : 24, ADDING_REGISTERS = FUSED ? 80 : 88, COMPUTING_REGISTERS = APART ? 200 : 240;
 static_assert(COPYING_REGISTERS + APART * ADDING_REGISTERS + COMPUTING * COMPUTING_REGISTERS <= 512, "what a multiprocessor has for 128 threads");
 
+constexpr bool DOWN = DETERMINISTIC && !PAIRED && !LAST_FIRST;
 // The first row of each step: up the blocks of rows of one head after the other. DETERMINISTIC: down, as blocks of keys then take turns at dQ, and
 // the last rows are those that all see which a causal mask has there: so they begin one right behind the other.
 __device__ __forceinline__ int first_rows(const Work& work)
 {
-    return DETERMINISTIC || TOGETHER && work.stride < 0 ? work.i_low + (work.i_high - 1 - work.i_low) / BR * BR : work.i_low;
+    return DOWN || TOGETHER && work.stride < 0 ? work.i_low + (work.i_high - 1 - work.i_low) / BR * BR : work.i_low;
 }
 
 __device__ __forceinline__ int next_rows(const Work& work, int nth, int i0)
 {
     if constexpr (TOGETHER)
         return nth + 1 < work.heads ? i0 : i0 + work.stride;
-    if constexpr (DETERMINISTIC)
+    if constexpr (DOWN)
         return i0 > work.i_low ? i0 - BR : first_rows(work);
     return i0 + BR < work.i_high ? i0 + BR : work.i_low;
 }
@@ -272,11 +273,22 @@ __device__ __forceinline__ void exchange(const MappedCall& argument, const Work&
 
 // ---- the thread that adds -----------------------------------------------------------------------------------------------------
 
-// How many blocks of keys come before this one that have a share in dQ of the rows from i0 on.
+// How many blocks of keys, or pairs of them, come before this one that go through the rows from i0 on (work_of).
 __device__ __forceinline__ unsigned turn_at(const Call& call, const Work& work, int i0)
 {
-    const int first = BAND ? (int)clamp(i0 + work.offset + call.band_lower, 0, work.j0) / BC : 0;
-    return (unsigned)(work.j0 / BC - first);
+    constexpr int ROWS = BR << PAIRED, KEYS = BC << PAIRED;
+    const int end = i0 / ROWS * ROWS + ROWS;
+    if constexpr (LAST_FIRST) {
+        const long long last = end > work.q_length ? work.kv_length - 1 : end - 1 + work.offset + call.band_upper;
+        return (unsigned)((int)clamp(last, 0, work.kv_length - 1) / KEYS - work.j0 / KEYS);
+    }
+    return (unsigned)(work.j0 / KEYS - (BAND ? (int)clamp(i0 + work.offset + call.band_lower, 0, work.j0) / KEYS : 0));
+}
+
+// Counts them for a block of rows.
+__device__ __forceinline__ unsigned* turns(const Call& call, long long block)
+{
+    return call.counters + (FUSED ? 2 * call.B * call.Hkv : 0) + block;
 }
 
 // STORES: this block of threads has stored what it has to; what it adds to has been stored.
@@ -305,7 +317,7 @@ __device__ __forceinline__ void add_all(const Call& call, const Work& work, cons
         if (STORES && i0 == first_rows(work) && i0 >= to_be_stored)  // of these rows nothing
             pass_stored(call, work, h);
         if constexpr (DETERMINISTIC)
-            await_turn(call.counters + block, turn_at(call, work, i0));
+            await_turn(turns(call, block), turn_at(call, work, i0));
         float* const sums = sums_of_block(call, block);
 #pragma unroll
         for (int n = 0; n < COMPUTING; n++) {
@@ -333,7 +345,7 @@ __device__ __forceinline__ void add_all(const Call& call, const Work& work, cons
             pass_stored(call, work, h);
         if constexpr (DETERMINISTIC) {
             await_stores<0>();
-            pass_turn(call.counters + block);
+            pass_turn(turns(call, block));
         }
         if constexpr (PAIRED)
             i0 += BR;

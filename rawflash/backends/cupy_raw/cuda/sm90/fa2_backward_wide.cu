@@ -23,7 +23,7 @@
 // 2^-29: as far as P counts.
 
 #define PAIRED 0
-constexpr int FUSED = 0, STORES = 0, DIVIDED = 0, TOGETHER = 0;  // see fa2_backward.cu
+constexpr int FUSED = 0, STORES = 0, DIVIDED = 0, TOGETHER = 0, LAST_FIRST = 0;  // see fa2_backward.cu
 
 #include "backward.cuh"
 
