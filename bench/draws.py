@@ -118,7 +118,8 @@ def kinds(part: str, seed: int, count: int | None = None) -> list[Kind]:
         if part == "long":  # a few options, as the others have kernels that are not planned in other ways
             band = LONG_BANDS[n % len(LONG_BANDS)]
             in_order = n % 5 in (1, 3)
-            found.append(Kind(part, n, dtype, d, dv, "long", False, False, band, False, False, "", bool(n % 3), in_order))
+            more = (False, False, "", bool(n % 3), in_order)
+            found.append(Kind(part, n, dtype, d, dv, "long", False, False, band, *more))
             continue
         packed = some(0.25)
         rows = ("long", "short", "few")[int(rng.choice(3, p=(0.5, 0.3, 0.2) if backward else (0.6, 0.4, 0.0)))]
