@@ -10,7 +10,8 @@
 // go through the same rows, 128 after 128. Each computes dQ of 64 of these, whose sum goes over the keys of both, so that half as much is added: of
 // the other 64, which it has first, its dS goes to the other one's shared memory, and is there by the time that one needs it. Where a mask hides keys,
 // its band has no lower end, and both go through the rows that see a key of either. DIVIDED: the last blocks of keys have several blocks of threads,
-// each for some of the rows, or, where there are few, all of them, each for some of the query heads (backward.cuh).
+// each for some of the rows, or, where there are few, all of them, each for some of the query heads (backward.cuh). TOGETHER: the same rows of all
+// query heads that a block of threads has come one after the other.
 // On chip:  K (Bc, d), V (Bc, dv), STAGES of Q (Br, d) and dO (Br, dv), two dS (Bc, Br) in 16 bits; dQ (Br, d) or none; lse and delta (Br), barriers;
 //           in registers S (Bc, Br), dP (Bc, 64), dK (Bc, d), dV (Bc, dv), dQ (Br, d), of V (Bc, 16 V_HELD), of K (16 K_HELD, d).
 //           PAIRED: K of the other block of threads (Bc, d), dS of both; dS to be sent lies where half of dQ comes; no columns of V that are in
@@ -109,9 +110,13 @@ constexpr int ALL_MEET = 1, WARPGROUP_MEETS = 2, ALL_ADDED = 4;  // named barrie
 constexpr int COPYING_REGISTERS = FUSED && APART ? 32 : 24, ADDING_REGISTERS = FUSED ? 80 : 88, COMPUTING_REGISTERS = APART ? 200 : 240;
 static_assert(COPYING_REGISTERS + APART * ADDING_REGISTERS + COMPUTING * COMPUTING_REGISTERS <= 512, "what a multiprocessor has for 128 threads");
 
+// The first row of each step: up the blocks of rows of one head after the other. DETERMINISTIC: blocks of keys take turns at dQ. Those whose band has
+// no lower end begin with the last keys (LAST_FIRST), each at rows of its own, which nobody else has first. Others go down: the last rows are those
+// that all see, so they begin one right behind the other. In pairs without a mask either way is as good.
+// TOGETHER, under a mask: heads would come at as many paces as blocks of keys have rows, and what they read and add to would not be in L2. Blocks of
+// threads that begin together go down, from the last rows, which all have. Those that begin as these end, the longest of them where the shortest of
+// these was, go up: all are then at the same row again.
 constexpr bool DOWN = DETERMINISTIC && !PAIRED && !LAST_FIRST;
-// The first row of each step: up the blocks of rows of one head after the other. DETERMINISTIC: down, as blocks of keys then take turns at dQ, and
-// the last rows are those that all see which a causal mask has there: so they begin one right behind the other.
 __device__ __forceinline__ int first_rows(const Work& work)
 {
     return DOWN || TOGETHER && work.stride < 0 ? work.i_low + (work.i_high - 1 - work.i_low) / BR * BR : work.i_low;
@@ -301,7 +306,7 @@ __device__ __forceinline__ void pass_stored(const Call& call, const Work& work, 
 }
 
 // Step by step the dQ_i of each warpgroup to the sums in device memory. This thread's fence lets the copies see what lanes have stored: so these need
-// none each. DETERMINISTIC: in the order of the keys. A block of threads then waits for those with fewer keys before it alone, which began before it.
+// none each. DETERMINISTIC: in the order of the keys, or against it (LAST_FIRST). A block of threads waits for those alone that began before it.
 __device__ __forceinline__ void add_all(const Call& call, const Work& work, const unsigned char* on_chip, Barrier* barriers)
 {
     int nth = 0, i0 = first_rows(work), parity = 0;
