@@ -511,7 +511,7 @@ def _wgmma_backward(problem: Problem, chip: Chip) -> Tiles:
     """The blocks of cuda/sm90/fa2_backward.cu, or of fa2_backward_wide.cu; they fit."""
     d, dv = _padded(problem.d, WGMMA_SLAB), _padded(problem.dv, WGMMA_SLAB)
     if is_wide(problem):
-        return next(tiles for tiles in (_wgmma_wide(chip, d, dv, *stages) for stages in WGMMA_WIDE_STAGES) if tiles)
+        return next(tiles for tiles in (_wgmma_wide(problem, chip, d, dv, *stages) for stages in WGMMA_WIDE_STAGES) if tiles)
     processors = chip.processors or WGMMA_PROCESSORS
     if _can_be_fused(problem):
         tiles = _wgmma_keys(problem, chip, d, dv, max(int(WGMMA_FUSED_LAG * processors), 1))
@@ -650,7 +650,7 @@ def _rows_of_keys(problem: Problem, bc: int) -> float:
     return seen / len(some)
 
 
-def _wgmma_wide(chip: Chip, d: int, dv: int, stages: int, handed: int) -> Tiles | None:
+def _wgmma_wide(problem: Problem, chip: Chip, d: int, dv: int, stages: int, handed: int) -> Tiles | None:
     """The same with so many blocks of Q and dO, and of P, on chip, if they fit."""
     br = bc = WGMMA_WIDE
     resident = (
@@ -669,7 +669,8 @@ def _wgmma_wide(chip: Chip, d: int, dv: int, stages: int, handed: int) -> Tiles 
         Tile("dK", bc, d, 4, REGISTERS),
         Tile("dV", bc, dv, 4, REGISTERS),
     )
-    constants = {"STAGES": stages, "P_TILES": handed, "DQ_COLUMNS": WGMMA_WIDE_DQ}
+    constants = {"STAGES": stages, "P_TILES": handed, "DQ_COLUMNS": WGMMA_WIDE_DQ,
+                 "TOGETHER": int(_together(problem))}  # fmt: skip
     tiles = Tiles(
         br, bc, resident, chip.name, chip.on_chip_bytes, JI, family=WGMMA, constants=tuple(constants.items())
     )  # fmt: skip

@@ -10,6 +10,7 @@ from test_forward import make, normal
 from test_hopper_backward_emulated import check, prepared
 
 import rawflash as rf
+from rawflash import tiling
 from rawflash.backends.cupy_raw import compile, fa2_backward, launch
 
 pytestmark = pytest.mark.emulated
@@ -106,6 +107,43 @@ def test_orders_of_threads(name, dtype, device, taken):
     case = prepared((CALLS | PACKED)[name], dtype)
     check(case, case.reference())
     assert taken
+
+
+@pytest.fixture
+def together(monkeypatch):
+    """The same rows of all query heads come together, under a mask; four blocks of threads run at once."""
+    monkeypatch.setattr(tiling, "WGMMA_TOGETHER", {0: 1, 1: 1})
+    monkeypatch.setattr(tiling, "WGMMA_STORED", 0)
+    monkeypatch.setattr(fa2_backward, "WGMMA_PROCESSORS", 4)
+
+
+TOGETHER = CALLS | PACKED | {
+    "four heads": dict(B=1, Hq=8, Hkv=2, Tq=200, Tk=330, d=256, causal=True),
+    "three heads, dv = 128": dict(B=2, Hq=3, Hkv=1, Tq=330, Tk=200, d=192, dv=128, window=(150, 3)),
+}
+
+
+@pytest.mark.parametrize("name", [
+    "four heads", "three heads, dv = 128", "causal", "causal, heads in turn", "one key head", "rows without keys",
+    "nothing visible", "offsets", "window", "lengths, causal", "packed", "packed, window, sinks",
+])  # fmt: skip
+def test_rows_of_all_heads_together(name, device_by_name, together, taken, monkeypatch):
+    whole, texts = compile.source, []
+    monkeypatch.setattr(compile, "source", lambda *given: texts.append(whole(*given)) or texts[-1])
+    case = prepared(TOGETHER[name], DTYPES[len(name) % 2])
+    check(case, case.reference())
+    assert taken and any("TOGETHER = 1;" in text for text in texts)
+
+
+@pytest.mark.parametrize("old, new", [
+    ("sums += (work.stride / BR -", "sums += (0 -"), ("sums += blocks_of_head(call) * (BR * TO_D);", "sums += BR * TO_D;"),
+    ("int h = work.first_head, i0", "int h = work.first_head + 1, i0"), ("+ first_rows(work) / BR)", "+ work.i_low / BR)"),
+])  # fmt: skip
+def test_rows_that_do_not_come_together_are_caught(old, new, device_by_name, together, monkeypatch):
+    case = prepared(TOGETHER["four heads"], "bfloat16")
+    break_backward(monkeypatch, old, new)
+    with pytest.raises(AssertionError):
+        check(case, case.reference())
 
 
 @pytest.mark.parametrize("view", ["transposed", "sliced", "broadcast", "fortran"])

@@ -104,6 +104,35 @@ __device__ __forceinline__ Work work_of(const Call& call)
     return work;
 }
 
+// The first row of each step: up the blocks of rows of one head after the other. DETERMINISTIC: blocks of keys take turns at dQ. Those whose band has
+// no lower end begin with the last keys (LAST_FIRST), each at rows of its own, which nobody else has first. Others go down: the last rows are those
+// that all see, so they begin one right behind the other. In pairs without a mask either way is as good.
+// TOGETHER, under a mask: heads would come at as many paces as blocks of keys have rows, and what they read and add to would not be in L2. Blocks of
+// threads that begin together go down, from the last rows, which all have. Those that begin as these end, the longest of them where the shortest of
+// these was, go up: all are then at the same row again.
+constexpr bool DOWN = DETERMINISTIC && !PAIRED && !LAST_FIRST;
+__device__ __forceinline__ int first_rows(const Work& work)
+{
+    return DOWN || TOGETHER && work.stride < 0 ? work.i_low + (work.i_high - 1 - work.i_low) / BR * BR : work.i_low;
+}
+
+__device__ __forceinline__ int next_rows(const Work& work, int nth, int i0)
+{
+    if constexpr (TOGETHER)
+        return nth + 1 < work.heads ? i0 : i0 + work.stride;
+    if constexpr (DOWN)
+        return i0 > work.i_low ? i0 - BR : first_rows(work);
+    return i0 + BR < work.i_high ? i0 + BR : work.i_low;
+}
+
+// The head of the next step, of those it has; its rows are those from i0 on.
+__device__ __forceinline__ int next_head(const Work& work, int nth, int i0)
+{
+    if constexpr (TOGETHER)
+        return nth + 1 < work.heads ? nth + 1 : 0;
+    return nth + (i0 == first_rows(work));
+}
+
 // The sums of dQ lie in blocks of BR rows and TO_D columns; a sequence begins a new one. How many a head has, and where those of one begin.
 __device__ __forceinline__ long long blocks_of_head(const Call& call)
 {

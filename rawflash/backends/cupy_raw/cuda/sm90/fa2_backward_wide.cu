@@ -23,7 +23,7 @@
 // 2^-29: as far as P counts.
 
 #define PAIRED 0
-constexpr int FUSED = 0, STORES = 0, DIVIDED = 0, TOGETHER = 0, LAST_FIRST = 0;  // see fa2_backward.cu
+constexpr int FUSED = 0, STORES = 0, DIVIDED = 0, LAST_FIRST = 0;  // see fa2_backward.cu
 
 #include "backward.cuh"
 
@@ -71,7 +71,7 @@ __device__ __forceinline__ void copy_rows(
 {
     const int lane = threadIdx.x % WARP_LANES;
     Ring<STAGES> at;
-    int h = work.h * (int)call.group, i0 = work.i_low;
+    int h = work.first_head, i0 = first_rows(work);
     for (int steps = work.steps; steps > 0; steps--) {
         float x[BR / WARP_LANES];
 #pragma unroll
@@ -87,8 +87,8 @@ __device__ __forceinline__ void copy_rows(
             numbers[at.stage * BR + lane + n * WARP_LANES] = x[n];
         arrive(there + at.stage);
         at.next();
-        if ((i0 += BR) >= work.i_high)
-            i0 = work.i_low, h++;
+        i0 = next_rows(work, h - work.first_head, i0);
+        h = work.first_head + next_head(work, h - work.first_head, i0);
     }
 }
 
@@ -240,7 +240,7 @@ __device__ __forceinline__ void compute_scores(const Call& call, const Work& wor
         const Seen seen(call, work);
         const LowerHalf K = lower_half(on_chip + AT_K), Q = lower_half(on_chip + AT_Q), dO_across = lower_half(on_chip + AT_DO, BR * SLAB_ROW);
         Ring<STAGES> at;
-        int i0 = work.i_low, last = -1;
+        int nth = 0, i0 = first_rows(work), last = -1;
 
         await_keys(call, work, on_chip, barriers);
         for (int steps = work.steps; steps > 0; steps--) {
@@ -303,8 +303,8 @@ __device__ __forceinline__ void compute_scores(const Call& call, const Work& wor
 
             last = stage;
             at.next();
-            if ((i0 += BR) >= work.i_high)
-                i0 = work.i_low;
+            i0 = next_rows(work, nth, i0);
+            nth = next_head(work, nth, i0);
         }
         await_products<0>();  // dV
     }
@@ -323,7 +323,7 @@ __device__ __forceinline__ void compute_slopes(const Call& call, const Work& wor
         const Seen seen(call, work);
         const LowerHalf V = lower_half(on_chip + AT_V), dO = lower_half(on_chip + AT_DO), Q_across = lower_half(on_chip + AT_Q, BR * SLAB_ROW);
         Ring<STAGES> at;
-        int i0 = work.i_low, last = -1;
+        int nth = 0, i0 = first_rows(work), last = -1;
 
         await_keys(call, work, on_chip, barriers);
         for (int steps = work.steps; steps > 0; steps--) {
@@ -389,8 +389,8 @@ __device__ __forceinline__ void compute_slopes(const Call& call, const Work& wor
 
             last = stage;
             at.next();
-            if ((i0 += BR) >= work.i_high)
-                i0 = work.i_low;
+            i0 = next_rows(work, nth, i0);
+            nth = next_head(work, nth, i0);
         }
         await_products<0>();  // dK
     }
@@ -411,9 +411,8 @@ __device__ __forceinline__ void compute_rows(const Call& call, const Work& work,
     if (work.steps == 0)
         return;
     const LowerHalf K_across = lower_half(on_chip + AT_K, BC * SLAB_ROW), dS_across = lower_half(on_chip + AT_DS, BC * SLAB_ROW);
-    float* sums = sums_of_block(call, first_block(call, work.b, work.h * call.group, work.q_start) + work.i_low / BR) +
-                  lane_numbers();
-    int i0 = work.i_low;
+    float* sums = sums_of_block(call, first_block(call, work.b, work.first_head, work.q_start) + first_rows(work) / BR) + lane_numbers();
+    int i0 = work.i_low, left = work.heads;
     await_keys(call, work, on_chip, barriers);
     for (int steps = work.steps; steps > 0; steps--) {
         const int part = steps % HANDED;
@@ -435,6 +434,14 @@ __device__ __forceinline__ void compute_rows(const Call& call, const Work& work,
             for (int n = 0; n < DQ_COLUMNS / 8; n++)
                 atomicAdd(reinterpret_cast<float4*>(sums + patch * PATCH + n * WARP_LANES * LANE_NUMBERS),
                           make_float4(x[4 * n], x[4 * n + 1], x[4 * n + 2], x[4 * n + 3]));
+        }
+        if constexpr (TOGETHER) {
+            sums += blocks_of_head(call) * (BR * TO_D);
+            if (--left == 0) {
+                left = work.heads;
+                sums += (work.stride / BR - work.heads * blocks_of_head(call)) * (BR * TO_D);
+            }
+            continue;
         }
         i0 += BR, sums += BR * TO_D;
         if (i0 >= work.i_high) {
