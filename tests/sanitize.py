@@ -207,7 +207,7 @@ def halves():
             B=2, Hq=6, Hkv=3, Tq=384, Tk=512, d=128, dtype="bfloat16", causal=True),
         "mma, bias": tall | dict(d=64, dtype="bfloat16", causal=True, bias=normal(4, Tq, Tk)),
         "mma, mask": tall | dict(d=128, dtype="float16", mask=half_visible(1, 1, Tq, Tk)),
-        "mma, d = 256": tall | dict(Hq=2, d=256, dtype="bfloat16", causal=True),
+        "mma, d = 256": tall | dict(Hq=2, d=256, dtype="bfloat16", causal=True, softcap=8.0),
         "warpgroups, deterministic": tall | dict(d=64, dtype="bfloat16", causal=True, deterministic=True),
         "warpgroups, deterministic, d = 128": tall | dict(B=2, Hq=2, d=128, dtype="float16", deterministic=True,
                                                           kv_lengths=[Tk, 129]),
@@ -217,7 +217,7 @@ def halves():
             B=2, Hq=3, Hkv=3, Tq=384, Tk=512, d=128, dtype="bfloat16", causal=True, deterministic=True),
         "warpgroups, by heads, deterministic": tall | dict(
             Hkv=1, d=128, dtype="bfloat16", causal=True, deterministic=True),
-        "mma, deterministic": tall | dict(d=128, dtype="bfloat16", causal=True, deterministic=True),
+        "mma, deterministic": tall | dict(d=128, dtype="bfloat16", causal=True, softcap=8.0, deterministic=True),
     }  # fmt: skip
     made = {name: make(**call) for name, call in calls.items()}
     again = make(B=1, Hq=2, Tq=200, Tk=Tk, d=64, dtype="bfloat16")

@@ -350,6 +350,7 @@ def check_sections(monkeypatch, taken, Tk, d, nbytes):
     case = make(B=3, Hq=2, Tq=40, Tk=Tk, d=d, dtype="bfloat16", causal=True)
     for name in ("SECTION_BYTES", "SECTION_STORED"):
         monkeypatch.setattr(fa2_backward, name, nbytes)
+    monkeypatch.setattr(fa2_backward, "WGMMA_PROCESSORS", 1)  # a section has a block of threads for each
     sections = []
     section = fa2_backward._section
     monkeypatch.setattr(fa2_backward, "_section", lambda *of: sections.append(section(*of)) or sections[-1])
