@@ -527,7 +527,7 @@ def _wgmma_keys(problem: Problem, chip: Chip, d: int, dv: int, lag: int) -> Tile
     """Those of fa2_backward.cu; with a lag rows are prepared and finished there."""
     br, bc, fused = WGMMA_BACKWARD[max(d, dv)], WGMMA_BACKWARD_KEYS, lag > 0
     stages = WGMMA_FUSED_STAGES if fused else WGMMA_BACKWARD_STAGES[br]
-    apart = br == WGMMA_BACKWARD_APART and not problem.deterministic
+    apart = br == WGMMA_BACKWARD_APART
     band = not (problem.band.lower is problem.band.upper is None)
     limits = apart and band  # what hides keys of a thread
     upper_end = problem.band.lower is None and problem.band.upper is not None

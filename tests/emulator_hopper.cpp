@@ -1042,6 +1042,7 @@ void arrive_as_warp(Barrier* barrier, int lane)
 }
 
 // Blocks of threads run one after the other: for whom one waits has run, or never will
+bool turn_has_come(const unsigned* turns, unsigned count) { return *turns == count; }
 void await_turn(const unsigned* turns, unsigned count)
 {
     if (*turns != count)

@@ -58,6 +58,7 @@ inline void cluster_meets() { emulated::meet_cluster(); }
 void arrive_there(Barrier* barrier, unsigned rank);
 void copy_there(void* to, const void* from, Barrier* barrier, int bytes, unsigned rank);
 
+bool turn_has_come(const unsigned* turns, unsigned count);
 void await_turn(const unsigned* turns, unsigned count);
 void pass_turn(unsigned* turns);
 

@@ -95,9 +95,9 @@ def _wgmma(problem: Problem, tiles: Tiles, x: Operands, grads: dict[str, Target]
     counters = blocks_of(counters, COUNTERS) * COUNTERS
     shares = tiles.divided.threads
     dQ = kernels.workspace(counters + schedule["share"] + shares * tiles.bc * (columns + to_v))
-    cleared = query_blocks * first if tiles.lag else blocks
-    if stores:  # but for rows that see no key, which none stores
-        cleared = blocks if x.offset_given or problem.Tq > problem.Tk else 0
+    cleared = query_blocks * first if tiles.lag and not stores else blocks
+    if (stores or problem.deterministic and not tiles.lag) and _all_see_keys(problem, x):  # the first one stores
+        cleared = 0
     dQ.data.memset_async(0, 4 * (counters + numbers * cleared))
     call = _call(kernels, problem, x, grads, delta, dQ, key_blocks, counters)
     if paired:
@@ -128,6 +128,12 @@ def _schedule(problem: Problem, tiles: Tiles, key_blocks: int) -> dict[str, int]
     halved, others, parts = tiles.divided
     words |= {"whole": key_blocks * heads - halved - others, "halved": halved, "parts": parts}
     return words | {f"by_{name}": divisor(n) for name, n in divisors.items()}
+
+
+def _all_see_keys(problem: Problem, x: Operands) -> bool:
+    """Is it known that every row sees a key?"""
+    band = problem.band.lower is not None or problem.band.upper is not None
+    return not (problem.ragged or problem.varlen or band and (x.offset_given or problem.Tq > problem.Tk))
 
 
 def _section(problem: Problem, stores: bool, last_first: bool, blocks: int) -> int:

@@ -31,7 +31,7 @@
 // Both start from delta = rowsum(dO * O) - dlse (side_gradients.cu).
 
 // Fewest copies of upper halves between products: none or nearly none
-#define IN_TWO (BR == 64 ? TOGETHER : DETERMINISTIC)
+#define IN_TWO (TOGETHER && (BR == 64 || DETERMINISTIC && !BAND))
 #define UPPER_HALVES \
     {0, 1, PAIRED && BAND || IN_TWO ? 2 : 1, !PAIRED && !IN_TWO && (BR == 128 || BAND && !STORES && (FUSED || !DETERMINISTIC)) ? 1 : 2, BAND ? 2 : 1}
 #include "backward.cuh"
@@ -63,8 +63,7 @@ constexpr int DQ_COLUMNS = BY_COLUMNS ? TO_D / 2 : TO_D;
 static_assert(!BY_KEYS || BR == 64, "all rows");
 constexpr int PATCH = 64 * DQ_COLUMNS;          // numbers of it
 constexpr int PATCHES = BR * TO_D / PATCH;      // in a block of rows
-// The order of the sums is kept by one thread only.
-static_assert(!APART || BY_ROWS && !DETERMINISTIC, "a warpgroup of its own computes dQ");
+static_assert(!APART || BY_ROWS, "a warpgroup of its own computes dQ");
 static_assert(!DIVIDED || FUSED && !BAND || TOGETHER, "the last blocks of keys have as many rows as others");
 static_assert(!TOGETHER || !FUSED && !STORES, "others wait for no head");
 static_assert(!ROWS_FIRST || !APART, "rows are read once");
@@ -112,11 +111,11 @@ static_assert(COPYING_REGISTERS + APART * ADDING_REGISTERS + COMPUTING * COMPUTI
 
 // The first row of each step: up the blocks of rows of one head after the other. DETERMINISTIC: blocks of keys take turns at dQ. Those whose band has
 // no lower end begin with the last keys (LAST_FIRST), each at rows of its own, which nobody else has first. Others go down: the last rows are those
-// that all see, so they begin one right behind the other. In pairs without a mask either way is as good.
+// that all see, so they begin one right behind the other. Without a mask either way is as good.
 // TOGETHER, under a mask: heads would come at as many paces as blocks of keys have rows, and what they read and add to would not be in L2. Blocks of
 // threads that begin together go down, from the last rows, which all have. Those that begin as these end, the longest of them where the shortest of
 // these was, go up: all are then at the same row again.
-constexpr bool DOWN = DETERMINISTIC && !PAIRED && !LAST_FIRST;
+constexpr bool DOWN = DETERMINISTIC && BAND && !LAST_FIRST;
 __device__ __forceinline__ int first_rows(const Work& work)
 {
     return DOWN || TOGETHER && work.stride < 0 ? work.i_low + (work.i_high - 1 - work.i_low) / BR * BR : work.i_low;
@@ -278,6 +277,9 @@ __device__ __forceinline__ void exchange(const MappedCall& argument, const Work&
 
 // ---- the thread that adds -----------------------------------------------------------------------------------------------------
 
+// Who has the first turn at a block of rows stores, so that nothing has to be cleared (FUSED: those that prepare rows do it beside).
+constexpr bool FIRST_STORES = DETERMINISTIC && !FUSED;
+
 // How many blocks of keys, or pairs of them, come before this one that go through the rows from i0 on (work_of).
 __device__ __forceinline__ unsigned turn_at(const Call& call, const Work& work, int i0)
 {
@@ -306,7 +308,8 @@ __device__ __forceinline__ void pass_stored(const Call& call, const Work& work, 
 }
 
 // Step by step the dQ_i of each warpgroup to the sums in device memory. This thread's fence lets the copies see what lanes have stored: so these need
-// none each. DETERMINISTIC: in the order of the keys, or against it (LAST_FIRST). A block of threads waits for those alone that began before it.
+// none each. DETERMINISTIC: in the order of the keys, or against it (LAST_FIRST). A block of threads waits for those alone that began before it. Of the
+// next turn it finds out while the engine adds.
 __device__ __forceinline__ void add_all(const Call& call, const Work& work, const unsigned char* on_chip, Barrier* barriers)
 {
     int nth = 0, i0 = first_rows(work), parity = 0;
@@ -315,14 +318,20 @@ __device__ __forceinline__ void add_all(const Call& call, const Work& work, cons
         fence_device();
     }
     const int to_be_stored = STORES ? stored_to(call, work) : 0;
+    const auto block_of_rows = [&]() -> long long {
+        return first_block(call, work.b, work.first_head + nth, work.q_start) + i0 / BR + (PAIRED ? rank_in_cluster() : 0);
+    };
+    long long block = block_of_rows();
+    unsigned turn = DETERMINISTIC ? turn_at(call, work, i0) : 1;
+    bool has_turn = false;
 #pragma unroll 1
     for (int steps = work.steps; steps > 0; steps -= 1 + PAIRED, parity ^= 1) {
         const int h = work.first_head + nth;
-        const long long block = first_block(call, work.b, h, work.q_start) + i0 / BR + (PAIRED ? rank_in_cluster() : 0);
+        const bool stores = STORES ? i0 < to_be_stored : FIRST_STORES && turn == 0;
         if (STORES && i0 == first_rows(work) && i0 >= to_be_stored)  // of these rows nothing
             pass_stored(call, work, h);
-        if constexpr (DETERMINISTIC)
-            await_turn(turns(call, block), turn_at(call, work, i0));
+        if (DETERMINISTIC && !has_turn)
+            await_turn(turns(call, block), turn);
         float* const sums = sums_of_block(call, block);
 #pragma unroll
         for (int n = 0; n < COMPUTING; n++) {
@@ -330,8 +339,8 @@ __device__ __forceinline__ void add_all(const Call& call, const Work& work, cons
             fence_shared();
             if constexpr (DETERMINISTIC && BY_KEYS)
                 await_stores<0>();  // those of the other warpgroup
-            if (STORES && i0 < to_be_stored)
-                store_bulk(sums + n * PATCH, on_chip + AT_DQ + n * PATCH * 4, PATCH * 4);
+            if (stores && !(BY_KEYS && n > 0))
+                store_bulk(sums + (BY_KEYS ? 0 : n * PATCH), on_chip + AT_DQ + n * PATCH * 4, PATCH * 4);
             else
                 add_bulk(sums + (BY_KEYS ? 0 : n * PATCH), on_chip + AT_DQ + n * PATCH * 4, PATCH * 4);
             commit_stores();
@@ -348,14 +357,18 @@ __device__ __forceinline__ void add_all(const Call& call, const Work& work, cons
         arrive(barriers + DQ_READ + 1);
         if (STORES && i0 < to_be_stored && i0 + BR >= to_be_stored)
             pass_stored(call, work, h);
-        if constexpr (DETERMINISTIC) {
-            await_stores<0>();
-            pass_turn(turns(call, block));
-        }
         if constexpr (PAIRED)
             i0 += BR;
         i0 = next_rows(work, nth, i0);
         nth = next_head(work, nth, i0);
+        const long long before = block;
+        block = block_of_rows();
+        if constexpr (DETERMINISTIC) {
+            turn = turn_at(call, work, i0);
+            has_turn = steps > 1 + PAIRED && turn_has_come(turns(call, block), turn);
+            await_stores<0>();
+            pass_turn(turns(call, before));
+        }
     }
     if constexpr (FUSED) {
         await_stores<0>();
@@ -410,19 +423,18 @@ __device__ __forceinline__ void all_meet()
 
 // The warpgroup that computes dQ_i where it is APART: 64 rows after 64, each added as soon as it is there. It computes dQ_i^T = K^T dS_i^T, a warp 16
 // columns, so that of the factor that stays, K^T, it holds as much as it has registers for. In the sums 16 rows come behind 16, of all warps.
+// DETERMINISTIC: a thread of one warp awaits the turn, while dS comes; one of another passes it on when all have added.
 __device__ __forceinline__ void add_apart(const Call& call, const Work& work, const unsigned char* on_chip, Barrier* barriers)
 {
-    constexpr int BLOCK = BR * TO_D / LANE_NUMBERS;
     const int lane = threadIdx.x % WARP_LANES, warp = threadIdx.x / WARP_LANES % WARPS;
     const LowerHalf keys_across = lower_half(on_chip, BC * SLAB_ROW), K_across = moved(keys_across, AT_K), dS_across = moved(keys_across, AT_DS);
-    const int h = work.first_head, blocks = (work.i_high - work.i_low + BR - 1) / BR;  // of rows, of each head
-    float4* to = (float4*)sums_of_block(call, first_block(call, work.b, h, work.q_start) + first_rows(work) / BR) + warp * 2 * WARP_LANES + lane;
-    const int to_be_stored = STORES ? (stored_to(call, work) - work.i_low + BR - 1) / BR : 0;  // blocks of rows, if any
-    int left = TOGETHER ? work.heads : blocks;
-    const auto pass = [&](int steps) {
+    const auto speaks_for_all = [&]() -> bool {
         meet(ALL_ADDED, WARPGROUP);
-        if (threadIdx.x % WARPGROUP == 0)
-            pass_stored(call, work, h + (work.steps - steps) / blocks);
+        return threadIdx.x % WARPGROUP == 0;
+    };
+    const auto pass_all_stored = [&](int h) {
+        if (speaks_for_all())
+            pass_stored(call, work, h);
         meet(ALL_ADDED, WARPGROUP);
     };
     unsigned K_mine[K_HELD][4];
@@ -433,13 +445,20 @@ __device__ __forceinline__ void add_apart(const Call& call, const Work& work, co
         for (int n = 0; n < K_HELD; n++)
             load_matrices_transposed(K_mine[n], shared_address(on_chip) + AT_K + place_across() + n * ROW_STEP);
     }
+    int nth = 0, i0 = first_rows(work);
+    const int to_be_stored = STORES ? stored_to(call, work) : 0;
 #pragma unroll 1
     for (int steps = work.steps; steps > 0; steps--) {
-        const int stage = steps % S_STAGES;
-        const bool stores = STORES && blocks - left < to_be_stored;
-        if (STORES && blocks - left == to_be_stored)
-            pass(steps);
+        const int stage = steps % S_STAGES, h = work.first_head + nth;
+        const long long block = first_block(call, work.b, h, work.q_start) + i0 / BR;
+        const unsigned turn = DETERMINISTIC ? turn_at(call, work, i0) : 1;
+        const bool stores = STORES ? i0 < to_be_stored : FIRST_STORES && turn == 0;
+        if (STORES && i0 == first_rows(work) && i0 >= to_be_stored)
+            pass_all_stored(h);
+        if (DETERMINISTIC && warp == 1 && lane == 0)
+            await_turn(turns(call, block), turn);
         await(barriers + DS_THERE + stage, dS_parity(work, steps));
+        float4* const to = (float4*)sums_of_block(call, block) + warp * 2 * WARP_LANES + lane;
 #pragma unroll
         for (int patch = 0; patch < PATCHES; patch++) {
             float dQ[64 / 2];
@@ -456,6 +475,8 @@ __device__ __forceinline__ void add_apart(const Call& call, const Work& work, co
             await_products<0>();
             if (patch + 1 == PATCHES)
                 arrive_as_warp(barriers + DS_READ + stage, lane);
+            if (DETERMINISTIC && patch == 0)
+                meet(ALL_ADDED, WARPGROUP);  // it is this one's turn
 #pragma unroll
             for (int n = 0; n < 64 / 8; n++) {
                 const float4 numbers = make_float4(dQ[4 * n], dQ[4 * n + 1], dQ[4 * n + 2], dQ[4 * n + 3]);
@@ -466,21 +487,15 @@ __device__ __forceinline__ void add_apart(const Call& call, const Work& work, co
                     atomicAdd(sums, numbers);
             }
         }
-        if (STORES && left == 1 && blocks == to_be_stored)
-            pass(steps);
-        to += (TOGETHER ? blocks_of_head(call) : 1) * BLOCK;
-        if (--left == 0) {
-            if constexpr (TOGETHER)
-                left = work.heads, to += (work.stride / BR - work.heads * blocks_of_head(call)) * BLOCK;
-            else
-                left = blocks, to += (blocks_of_head(call) - blocks) * BLOCK;
-        }
+        if (STORES && i0 < to_be_stored && i0 + BR >= to_be_stored)
+            pass_all_stored(h);
+        if (DETERMINISTIC && speaks_for_all())
+            pass_turn(turns(call, block));
+        i0 = next_rows(work, nth, i0);
+        nth = next_head(work, nth, i0);
     }
-    if constexpr (FUSED) {
-        meet(ALL_ADDED, WARPGROUP);
-        if (threadIdx.x % WARPGROUP == 0)
-            pass_turn(added(call, work.b * (unsigned)call.Hkv + work.h));
-    }
+    if (FUSED && speaks_for_all())
+        pass_turn(added(call, work.b * (unsigned)call.Hkv + work.h));
 }
 
 // DIVIDED: leave a share of dK and dV in device memory, in the order of the registers. Who comes last has the sums of all then, in the order of rows.

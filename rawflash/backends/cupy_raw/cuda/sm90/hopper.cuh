@@ -184,9 +184,15 @@ template <int PENDING> __device__ __forceinline__ void await_stores() { asm vola
 
 // Thread blocks that take turns at something in device memory: wait until so many have passed on, and pass on. Of the thread's own stores and
 // additions above, those that have been awaited come before.
-__device__ __forceinline__ void await_turn(const unsigned* turns, unsigned count)
+__device__ __forceinline__ bool turn_has_come(const unsigned* turns, unsigned count)
 {
     unsigned now;
+    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(now) : "l"(__cvta_generic_to_global(turns)) : "memory");
+    return now >= count;
+}
+
+__device__ __forceinline__ void await_turn(const unsigned* turns, unsigned count)
+{
 #ifdef BOUNDED
     unsigned polls = 0;
 #endif
@@ -195,8 +201,7 @@ __device__ __forceinline__ void await_turn(const unsigned* turns, unsigned count
         if (++polls == MOST_POLLS)
             __trap();
 #endif
-        asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(now) : "l"(__cvta_generic_to_global(turns)) : "memory");
-    } while (now < count);
+    } while (!turn_has_come(turns, count));
 }
 
 __device__ __forceinline__ void pass_turn(unsigned* turns)
