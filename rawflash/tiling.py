@@ -26,9 +26,9 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -114,14 +114,14 @@ WGMMA_BALANCED_MOST = 1 << 30  # blocks of keys of all shared pieces, so that th
 WGMMA_SECTION, WGMMA_SECTION_SHORT, WGMMA_SHORT = 32 << 20, 8 << 20, 1024
 WGMMA_BACKWARD = {64: 128, 128: 64}  # Br, by the wider of d and dv
 WGMMA_BACKWARD_KEYS = 128  # Bc
-WGMMA_BACKWARD_APART = 128  # Br where a warpgroup of its own computes dQ and adds it, unless in a fixed order
+WGMMA_BACKWARD_APART = 128  # Br where a warpgroup of its own computes dQ and adds it
 WGMMA_BACKWARD_MOST = 256  # head dimension
 WGMMA_BACKWARD_STAGES, WGMMA_BACKWARD_S = {64: 3, 128: 2}, 2  # blocks of Q and dO on chip at once, by Br, and of dS
 # Blocks of threads prepare and finish rows of others while they compute: from so many of them for each multiprocessor
 # and so many blocks of keys on, and where at least so many rows see one, on average (by the wider of d and dv); so many
-# multiprocessors' blocks later and earlier.
+# multiprocessors' blocks later and earlier. In a fixed order, where the first one to add stores, from more rows on.
 WGMMA_FUSED, WGMMA_FUSED_KEYS, WGMMA_FUSED_LAG = {0: 4.0, 1: 1.9}, 4, 1.0
-WGMMA_FUSED_ROWS = {64: 256, 128: 448}
+WGMMA_FUSED_ROWS, WGMMA_FUSED_IN_ORDER = {64: 256, 128: 448}, {64: 544, 128: 640}
 WGMMA_FUSED_STAGES = 2
 # Blocks of threads that the last blocks of keys are divided among, at most, and what one more costs, in steps.
 WGMMA_DIVIDED_MOST, WGMMA_DIVIDED_COST = 8, 6.0
@@ -130,9 +130,13 @@ WGMMA_HEADS_MOST, WGMMA_HEADS_GAIN = 16, 0.9
 # Query heads of a key head from which on, under a mask, the same rows of all of them come together: singly; where
 # otherwise there would be pairs.
 WGMMA_TOGETHER = {0: 4, 1: 8}
-# Of rows that see a block of keys, on average: from so many on two blocks of threads go through them together.
-WGMMA_PAIRED_ROWS, WGMMA_PAIRED_IN_ORDER = 2048, 448
+# Of rows that see a block of keys, on average: from so many on two blocks of threads go through them together; in a
+# fixed order wherever they can.
+WGMMA_PAIRED_ROWS = 2048
 WGMMA_STORED = 512  # rows and keys up to which the first of a causal band stores its dQ, so that no sums are cleared
+# Pieces of work of the last sections of heads, whose end is simulated; of the whole time what less of it has to be.
+SIMULATED_PIECES, SECTION_GAIN = 1024, 0.02
+SECTION_WAVES = 8  # pieces for each multiprocessor, in calls of which a section may have more heads
 WGMMA_WIDE = 64  # Br and Bc where d or dv is above those of WGMMA_BACKWARD
 WGMMA_WIDE_STAGES = ((3, 2), (3, 1), (2, 2), (2, 1))  # of Q and dO, and of P, on chip: the first that fit
 WGMMA_WIDE_DQ = 64  # columns of dQ that one product has
@@ -518,7 +522,9 @@ def _wgmma_backward(problem: Problem, chip: Chip) -> Tiles:
         paired = dict(tiles.constants)["PAIRED"]
         least = WGMMA_FUSED[paired] * processors
         blocks = problem.B * problem.Hkv * -(-problem.Tk // tiles.bc)
-        if blocks >= least and not _together(problem, paired) and tiles.smem_bytes <= chip.on_chip_bytes:
+        # In a fixed order it takes longer from one turn to the next than a step of 64 rows, unless in pairs
+        slow = problem.deterministic and tiles.br < WGMMA_BACKWARD_APART and not paired
+        if blocks >= least and not (slow or _together(problem, paired)) and tiles.smem_bytes <= chip.on_chip_bytes:
             return tiles
     return _wgmma_keys(problem, chip, d, dv, 0)
 
@@ -534,7 +540,7 @@ def _wgmma_keys(problem: Problem, chip: Chip, d: int, dv: int, lag: int) -> Tile
     query_blocks, key_blocks = -(-problem.Tq // br), -(-problem.Tk // bc)
     paired = int(
         fused and d == dv == 2 * WGMMA_SLAB
-        and _rows_of_keys(problem, bc) >= (WGMMA_PAIRED_IN_ORDER if problem.deterministic else WGMMA_PAIRED_ROWS)
+        and (problem.deterministic or _rows_of_keys(problem, bc) >= WGMMA_PAIRED_ROWS)
         and query_blocks % 2 == key_blocks % 2 == 0
         and (not band or problem.band.lower is None and problem.Tk % bc == 0)
     )  # fmt: skip
@@ -629,7 +635,8 @@ def _together(problem: Problem, paired: int = 0) -> bool:
 def _can_be_fused(problem: Problem) -> bool:
     """Can blocks of threads of cuda/sm90/fa2_backward.cu prepare and finish rows of others while they compute?"""
     columns, blocks = max(problem.d, problem.dv), -(-problem.Tk // WGMMA_BACKWARD_KEYS)
-    rows = next(rows for width, rows in WGMMA_FUSED_ROWS.items() if columns <= width)
+    least = WGMMA_FUSED_IN_ORDER if problem.deterministic else WGMMA_FUSED_ROWS
+    rows = next(rows for width, rows in least.items() if columns <= width)
     return (
         not (problem.ragged or problem.varlen or problem.sinks)
         and _padded(problem.dv, WGMMA_SLAB) <= _padded(problem.d, WGMMA_SLAB)
@@ -640,14 +647,25 @@ def _can_be_fused(problem: Problem) -> bool:
 
 def _rows_of_keys(problem: Problem, bc: int) -> float:
     """How many rows see some of a block of keys, on average, if the last row is at the last key."""
-    lower, upper = problem.band.bounds()
-    offset, blocks = problem.Tk - problem.Tq, -(-problem.Tk // bc)
+    blocks = -(-problem.Tk // bc)
     some = range(0, problem.Tk, bc * max(blocks // 64, 1))
-    seen = 0
-    for j in some:
-        first, end = j - offset - upper, min(j + bc, problem.Tk) - offset - lower
-        seen += max(min(end, problem.Tq) - max(first, 0), 0)
-    return seen / len(some)
+    return sum(rows_that_see(problem, j, bc) for j in some) / len(some)
+
+
+def rows_that_see(problem: Problem, j: int, bc: int) -> int:
+    """How many rows see some of ``bc`` keys from ``j`` on, if the last row is at the last key."""
+    lower, upper = problem.band.bounds()
+    offset = problem.Tk - problem.Tq
+    first, end = j - offset - upper, min(j + bc, problem.Tk) - offset - lower
+    return max(min(end, problem.Tq) - max(first, 0), 0)
+
+
+def keys_seen(problem: Problem, i: int, br: int) -> int:
+    """How many keys some of ``br`` rows from ``i`` on see, if the last row is at the last key."""
+    lower, upper = problem.band.bounds()
+    offset = problem.Tk - problem.Tq
+    first, end = i + offset + lower, min(i + br, problem.Tq) + offset + upper
+    return max(min(end, problem.Tk) - max(first, 0), 0)
 
 
 def _wgmma_wide(chip: Chip, d: int, dv: int, stages: int, handed: int) -> Tiles | None:
@@ -1233,28 +1251,64 @@ def _raw_backward(problem: Problem, chip: Chip) -> Tiles:
     blocks = -(-problem.Tk // plans[0].bc) * problem.B * problem.Hkv
     idle = blocks <= RAW_FEW_BLOCKS * (chip.processors or 0)  # at the end, if not from the beginning
     if idle and plans[0].bc > fewer.bc and fewer.smem_bytes <= limit and problem.sram is None:
-        whole, half = _last_end(problem, chip, plans[0].bc), _last_end(problem, chip, fewer.bc)
+        whole, half = (_last_end_of_keys(problem, chip, bc) for bc in (plans[0].bc, fewer.bc))
         if RAW_FEW_KEYS_COST * half < whole:
             return fewer
     return plans[0]
 
 
-def _last_end(problem: Problem, chip: Chip, bc: int) -> int:
+def _last_end_of_keys(problem: Problem, chip: Chip, bc: int) -> float:
     """When the last multiprocessor is done with blocks of ``bc`` keys, each with the rows that the band shows them.
 
     In pairs of a row and a key.
     """
-    heads, ends, last = problem.B * problem.Hkv, [0] * (chip.processors or 1), 0
-    lower, upper = problem.band.bounds()
-    offset = problem.Tk - problem.Tq
-    for j0 in range(0, problem.Tk, bc):
-        low = min(max(j0 - offset - upper, 0), problem.Tq)
-        high = min(max(j0 + bc - offset - lower, low), problem.Tq)
-        for _ in range(heads):
-            end = heapq.heappop(ends) + (high - low) * bc
-            heapq.heappush(ends, end)
-            last = max(last, end)
-    return last
+    heads = problem.B * problem.Hkv
+    lengths = [rows_that_see(problem, j, bc) * bc for j in range(0, problem.Tk, bc)]
+    return last_end(lengths, heads, max(heads, 1), chip.processors or 1)
+
+
+def last_end(
+    lengths: Sequence[float], heads: int, section: int, processors: int, last: Sequence[float] | None = None
+) -> float:
+    """When the last multiprocessor is done with pieces of work, of which each head has some of these lengths.
+
+    Heads come in sections, of whose pieces those of the first length come first, of all its heads; in the last one
+    those of the first of ``last``. Who is done takes the next one.
+    """
+    ends = [0.0] * processors
+    for first in range(0, heads, section):
+        for length in last if last and heads - first <= section else lengths:
+            for _ in range(min(section, heads - first)):
+                heapq.heapreplace(ends, ends[0] + length)
+    return max(ends)
+
+
+@lru_cache(1024)
+def heads_of_section(
+    lengths: tuple[float, ...], last: tuple[float, ...], heads: int, usual: int, most: int, processors: int
+) -> int:
+    """How many heads a section has, so that few multiprocessors are idle in the end: ``usual``, or up to ``most``.
+
+    ``lengths``, ``last``: see `last_end`.
+
+    Pieces of uneven lengths end together if many are left when the long ones have begun, but of sections of
+    several heads the last one may have few. Whole sections at the begin make no difference, and are left out where
+    pieces are many.
+    """
+    if len(set(lengths)) == 1:
+        return usual
+
+    def idle(section: int) -> float:
+        """By how much later than if nobody were idle."""
+        enough = max(SIMULATED_PIECES // len(lengths), 1)
+        some = heads - max(heads - enough, 0) // section * section
+        return last_end(lengths, some, section, processors, last) - some * sum(lengths) / processors
+
+    tried = {2 * usual} | {-(-heads // sections) for sections in range(1, 2 * heads // usual + 1)}
+    some = (n for n in tried if usual <= 2 * n and n <= most)
+    best = min(some, key=lambda n: (idle(n), abs(n - usual)), default=usual)
+    gain = idle(usual) - idle(best)
+    return best if gain > SECTION_GAIN * sum(lengths) * heads / processors else usual
 
 
 def _is_shared(pieces: int, key_blocks: int, processors: int) -> bool:

@@ -148,8 +148,8 @@ def cases():
 
 
 AS_THEY_ARE = {name: getattr(tiling, name) for name in (
-    "WGMMA_FEWEST", "WGMMA_FUSED", "WGMMA_FUSED_KEYS", "WGMMA_FUSED_LAG", "WGMMA_FUSED_ROWS", "WGMMA_PAIRED_ROWS",
-    "WGMMA_PAIRED_IN_ORDER", "WGMMA_STORED", "WGMMA_TOGETHER", "_divided", "_divided_by_heads",
+    "WGMMA_FEWEST", "WGMMA_FUSED", "WGMMA_FUSED_KEYS", "WGMMA_FUSED_LAG", "WGMMA_FUSED_ROWS",
+    "WGMMA_FUSED_IN_ORDER", "WGMMA_PAIRED_ROWS", "WGMMA_STORED", "WGMMA_TOGETHER", "_divided", "_divided_by_heads",
 )}  # fmt: skip
 
 
@@ -163,13 +163,13 @@ def plan_for(name):
         changed["WGMMA_STORED"] = 0
     if name.startswith("warpgroups, rows of others"):
         changed |= {"WGMMA_FUSED": {0: 0, 1: 0}, "WGMMA_FUSED_KEYS": 1, "WGMMA_FUSED_LAG": 0.0,
-                    "WGMMA_FUSED_ROWS": {64: 0, 128: 0}}  # fmt: skip
+                    "WGMMA_FUSED_ROWS": {64: 0, 128: 0}, "WGMMA_FUSED_IN_ORDER": {64: 0, 128: 0}}  # fmt: skip
     paired = "pairs" in name
     if "divided" in name:
         changed |= {"WGMMA_FUSED_LAG": (5.5 + paired) / tiling.WGMMA_PROCESSORS,
                     "_divided": lambda *_: tiling.Divided(2, 3 + paired, 3)}  # fmt: skip
     if paired:
-        changed |= {"WGMMA_PAIRED_ROWS": 0, "WGMMA_PAIRED_IN_ORDER": 0}
+        changed["WGMMA_PAIRED_ROWS"] = 0
     for name, value in (AS_THEY_ARE | changed).items():
         setattr(tiling, name, value)
 
@@ -212,7 +212,9 @@ def halves():
         "warpgroups, deterministic, d = 128": tall | dict(B=2, Hq=2, d=128, dtype="float16", deterministic=True,
                                                           kv_lengths=[Tk, 129]),
         "warpgroups, rows of others, deterministic": tall | dict(
-            Hq=6, Hkv=6, d=128, dtype="float16", causal=True, deterministic=True),
+            Hq=6, Hkv=6, d=64, dtype="float16", causal=True, deterministic=True),
+        "warpgroups, causal, deterministic, d = 128": tall | dict(
+            d=128, dtype="float16", causal=True, deterministic=True),
         "warpgroups, rows of others, pairs, deterministic": tall | dict(
             B=2, Hq=3, Hkv=3, Tq=384, Tk=512, d=128, dtype="bfloat16", causal=True, deterministic=True),
         "warpgroups, by heads, deterministic": tall | dict(

@@ -206,8 +206,8 @@ FUSED = {
     "window": dict(Hq=40, Tq=500, d=128, window=(100, 30)),
     "other columns": dict(Hq=30, Tq=300, d=72, dv=40, q_offset=-90, causal=True),
     "deterministic, d = 128": dict(Hq=60, Tq=330, Tk=400, d=128, deterministic=True),
-    "deterministic, causal": dict(B=2, Hq=40, Hkv=20, Tq=500, Tk=300, d=128, causal=True, deterministic=True),
-    "deterministic, window": dict(Hq=40, Tq=500, d=128, window=(100, 30), deterministic=True),
+    "deterministic, causal": dict(B=2, Hq=40, Hkv=20, Tq=500, Tk=300, d=64, causal=True, deterministic=True),
+    "deterministic, window": dict(Hq=40, Tq=500, d=64, window=(100, 30), deterministic=True),
 }
 
 
@@ -243,6 +243,35 @@ def check_backward_again_and_again(case):
             right(results)
 
 
+IN_ORDER = {
+    "no mask": dict(Hq=30, Tq=600, Tk=700, d=128),
+    "no mask, d = 64": dict(Hq=30, Tq=700, Tk=600, d=64),
+    "causal, all at once": dict(Hq=20, Tq=700, d=128, causal=True),
+    "causal": dict(Hq=40, Tq=700, Tk=900, d=128, causal=True),
+    "causal, d = 64": dict(B=2, Hq=40, Hkv=20, Tq=1000, d=64, causal=True),
+    "causal, d < dv": dict(Hq=40, Tq=640, d=64, dv=128, causal=True),
+    "more rows than keys": dict(Hq=50, Tq=700, Tk=400, d=96, causal=True),
+    "offsets": dict(B=3, Hq=20, Tq=500, Tk=600, d=128, causal=True, q_offset=np.array([-170, 3, 900])),
+    "lengths": dict(B=3, Hq=20, Tq=500, d=64, causal=True, q_lengths=[500, 0, 40], kv_lengths=[65, 500, 7]),
+    "window": dict(Hq=40, Tq=700, d=128, window=(200, 0)),
+    "window, d = 64": dict(Hq=40, Tq=900, d=64, window=(300, 100)),
+}
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("name", IN_ORDER)
+def test_blocks_of_keys_in_a_fixed_order(name, dtype, monkeypatch):
+    """Backward on sm_90, deterministic, short: the first one to add stores; causal, the shortest and the longest blocks
+    of keys come first, if there are more than run at once."""
+    as_large_ones(monkeypatch)
+    case = make(dtype=dtype, **dict(B=1, deterministic=True) | IN_ORDER[name])
+    gpu = on_gpu(case)
+    tiles = rf.explain(gpu.q, gpu.k, gpu.v, "backward", **gpu.options).tiles
+    constants = dict(tiles.constants)
+    assert tiles.chip != "sm_90" or (constants["FUSED"], constants["TOGETHER"]) == (0, 0)
+    check_backward_again_and_again(case)
+
+
 STORED = {
     "as planned": dict(Hq=150, Tq=512, d=64, causal=True),
     "as planned, d = 128": dict(Hq=150, Tq=512, d=128, causal=True),
@@ -271,7 +300,7 @@ def test_the_first_dQ_is_stored(name, dtype, monkeypatch):
 def shortest_lag(monkeypatch):
     as_large_ones(monkeypatch)
     for name, value in (("WGMMA_FUSED", ALWAYS), ("WGMMA_FUSED_KEYS", 1), ("WGMMA_FUSED_LAG", 0.0),
-                        ("WGMMA_FUSED_ROWS", {64: 0, 128: 0})):  # fmt: skip
+                        ("WGMMA_FUSED_ROWS", {64: 0, 128: 0}), ("WGMMA_FUSED_IN_ORDER", {64: 0, 128: 0})):  # fmt: skip
         monkeypatch.setattr(tiling, name, value)
 
 
@@ -367,7 +396,6 @@ PAIRED = {
 def pairs(monkeypatch, name):
     monkeypatch.setattr(problem, "_MEMO", {})
     monkeypatch.setattr(tiling, "WGMMA_PAIRED_ROWS", 0)
-    monkeypatch.setattr(tiling, "WGMMA_PAIRED_IN_ORDER", 0)
     shortest_lag(monkeypatch)
     if name.startswith("divided"):
         monkeypatch.setattr(tiling, "WGMMA_FUSED_LAG", 6.5 / tiling.WGMMA_PROCESSORS)

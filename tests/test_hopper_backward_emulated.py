@@ -1,6 +1,7 @@
 """The backward kernels of sm_90 against the oracle, on the CPU (-m emulated): copies, barriers, warpgroups and all."""
 
 from contextlib import nullcontext
+from dataclasses import replace
 
 import emulator
 import numpy as np
@@ -13,6 +14,7 @@ from tolerances import assert_close
 import rawflash as rf
 from rawflash import tiling
 from rawflash.backends.cupy_raw import compile, fa2_backward, launch
+from rawflash.hardware import chip, kernels_on
 from rawflash.problem import Problem
 
 pytestmark = pytest.mark.emulated
@@ -400,6 +402,7 @@ def fused(monkeypatch):
     monkeypatch.setattr(tiling, "WGMMA_FUSED_KEYS", 1)
     monkeypatch.setattr(tiling, "WGMMA_FUSED_LAG", 0.0)
     monkeypatch.setattr(tiling, "WGMMA_FUSED_ROWS", {64: 0, 128: 0})
+    monkeypatch.setattr(tiling, "WGMMA_FUSED_IN_ORDER", {64: 0, 128: 0})
 
 
 @pytest.fixture
@@ -529,7 +532,8 @@ def test_deterministic_where_others_prepare_and_finish(name, monkeypatch, fused,
     emulator.install(monkeypatch, backwards=False)
     case = prepared(FUSED[name] | {"deterministic": True}, DTYPES[list(FUSED).index(name) % 2])
     check(case, case.reference())
-    assert taken == ["fa2_backward_keys"] and zeros[0][0]["FUSED"] == 1
+    constants = zeros[0][0]
+    assert taken == ["fa2_backward_keys"] and constants["FUSED"] == (case.q.shape[-1] <= 64 or constants["PAIRED"])
 
 
 @pytest.mark.parametrize("view", ["transposed", "sliced", "fortran"])
@@ -556,7 +560,6 @@ def test_calls_whose_rows_have_kernels_of_their_own(more, device_by_name, fused,
 @pytest.fixture
 def paired(monkeypatch, fused):
     monkeypatch.setattr(tiling, "WGMMA_PAIRED_ROWS", 0)
-    monkeypatch.setattr(tiling, "WGMMA_PAIRED_IN_ORDER", 0)
 
 
 PAIRED = {
@@ -676,6 +679,24 @@ def test_schedule(causal, heads, Tk, lag):
         assert index - lag >= max(of_head[place(index - behind)[0]])
 
 
+@pytest.mark.parametrize("options, section", [
+    (dict(Hq=24, T=1024), 24),  # usual: 21, and 3 at last
+    (dict(Hq=12, T=2048), 12), (dict(Hq=32, T=2048), 8), (dict(Hq=5, T=8192), 5), (dict(B=4, Hq=16, T=4096), 4),
+    (dict(B=16, Hq=16, T=1024), 16), (dict(Hq=64, T=512), 21), (dict(Hq=24, T=1024, d=64), 24),
+    (dict(Hq=12, T=1024, d=256), 12), (dict(Hq=24, T=1024, causal=False), 1),
+    (dict(Hq=8, T=4096, deterministic=True), 8), (dict(B=4, Hq=16, T=4096, deterministic=True), 8),
+    (dict(B=8, Hq=16, T=2048, deterministic=True), 8), (dict(B=32, Hq=16, T=512, deterministic=True), 10),
+    (dict(B=32, Hq=16, T=512, causal=False, deterministic=True), 21),
+])  # fmt: skip
+def test_sections_by_when_they_end(options, section):
+    """In small calls, or such with many keys, of so many heads that the last section has not too few."""
+    how = dict(B=1, d=128, causal=True) | options
+    T, d = how.pop("T"), how.pop("d")
+    problem = Problem(**how, Hkv=how["Hq"], Tq=T, Tk=T, d=d, dv=d, dtype="bfloat16", backend="cupy_raw")
+    tiles = tiling.plan_tiles(problem, replace(kernels_on("cupy_raw", chip("sm_90")), processors=132), "backward")
+    assert fa2_backward._section(problem, tiles, -(-T // tiles.bc)) == section
+
+
 def test_divisors():
     """``divided`` of call.cuh is a division, for all that it is for."""
     rng = np.random.default_rng(0)
@@ -735,7 +756,8 @@ BROKEN_STORED = {
         "rows that see no key", "work.q_length % BR ? call.Tk - 1 :", "false ? call.Tk - 1 :"),
     "heads share a counter": ("groups, d = 128", "work.b * (unsigned)call.Hq + h;", "work.b * (unsigned)call.Hq;"),
     "heads share a counter, d = 64": (
-        "groups", "pass_stored(call, work, h);\n        meet", "pass_stored(call, work, work.first_head);\n        meet"),
+        "groups", "pass_stored(call, work, h);\n        meet",
+        "pass_stored(call, work, work.first_head);\n        meet"),
 }  # fmt: skip
 
 
@@ -750,7 +772,8 @@ BROKEN_BY_HEADS = {
     "parts of rows are parts of heads": ("groups, and rows", "row = part.number % of_rows;", "row = 0;"),
     "those that go down begin with the first rows": ("causal, d = 128", "|| TOGETHER && work.stride < 0", ""),
     "dQ stays in its rows": (
-        "groups", "work.q_start) + i0 / BR;\n        const unsigned turn", "work.q_start);\n        const unsigned turn"),
+        "groups", "work.q_start) + i0 / BR;\n        const unsigned turn",
+        "work.q_start);\n        const unsigned turn"),
     "dQ stays in its rows, d = 128": (
         "groups, d = 128", "work.q_start) + i0 / BR +", "work.q_start) + first_rows(work) / BR +"),
     "rows go on before all heads have had them": (
@@ -780,17 +803,43 @@ IN_ORDER = {
     "rows": (BY_HEADS["deterministic, rows"], "by_heads"),
     "packed": (BY_HEADS["deterministic, packed"], "by_heads"),
     "lengths": (BY_HEADS["lengths"], ""),
-    "rows of others": (dict(B=1, Hq=5, Tq=300, Tk=430, d=128, causal=True), "fused"),
-    "rows of others, rows without keys": (dict(B=1, Hq=5, Tq=310, Tk=140, d=128, causal=True), "fused"),
+    "rows of others": (dict(B=1, Hq=5, Tq=300, Tk=430, d=64, causal=True), "fused"),
+    "rows of others, rows without keys": (dict(B=1, Hq=5, Tq=310, Tk=140, d=64, causal=True), "fused"),
     "pairs": (PAIRED["four clusters"], "paired"),
     "pairs, causal": (PAIRED["causal"], "paired"),
     "pairs, causal, rows that do not exist": (dict(B=1, Hq=1, Tq=360, Tk=512, d=128, causal=True), "paired"),
     "pairs, causal, nothing visible": (PAIRED["causal, nothing visible"], "paired"),
     "last keys first": (dict(B=1, Hq=2, Tq=300, Tk=430, d=64, causal=True), ""),
     "last keys first, d = 128": (dict(B=2, Hq=1, Tq=260, Tk=310, d=128, causal=True), ""),
-    "rows of others, d = 64": (dict(B=1, Hq=5, Tq=310, Tk=140, d=64, causal=True), "fused"),
     "d < dv": (dict(B=1, Hq=2, Tq=150, Tk=290, d=64, dv=128), ""),
+    "longest first behind": (dict(B=2, Hq=2, Tq=500, Tk=500, d=64, causal=True), "late"),
+    "longest first behind, d = 128": (dict(B=1, Hq=2, Tq=400, Tk=450, d=128, causal=True), "late"),
+    "longest first behind, in the last head": (dict(B=1, Hq=3, Tq=400, Tk=500, d=64, causal=True), "late_in_last_head"),
+    "longest first behind, pairs": (dict(B=1, Hq=2, Tq=768, Tk=1024, d=128, causal=True), "late_in_pairs"),
+    "longest first behind, lengths": (
+        dict(B=3, Hq=1, Tq=350, Tk=500, d=64, causal=True, q_lengths=[350, 129, 0], kv_lengths=[260, 500, 77]), "late"),
+    "longest first behind, offsets": (
+        dict(B=3, Hq=1, Tq=300, Tk=500, d=128, causal=True, q_offset=np.array([-100, 20, 700])), "late"),
 }
+
+
+@pytest.fixture
+def late(monkeypatch):
+    """More blocks of threads than run at once."""
+    monkeypatch.setattr(fa2_backward, "WGMMA_PROCESSORS", 2)
+    monkeypatch.setattr(tiling, "_divided_by_heads", lambda *_: tiling.Divided())
+
+
+@pytest.fixture
+def late_in_last_head(late, monkeypatch):
+    """And a section for each head."""
+    for name in ("SECTION_LAST", "SECTION_MOST", "SECTION_BYTES"):
+        monkeypatch.setattr(fa2_backward, name, 1)
+
+
+@pytest.fixture
+def late_in_pairs(late_in_last_head, paired):
+    pass
 
 
 @pytest.mark.parametrize("early", [False, True])
@@ -828,7 +877,13 @@ BROKEN_IN_ORDER = {
     "sums of either half of the keys are stored": (
         "d < dv", "if (stores && !(BY_KEYS && n > 0))", "if (stores)"),
     "nobody says that a block of threads has added": (
-        "rows of others, d = 64", "if (FUSED && speaks_for_all())", "if (false)"),
+        "rows of others", "if (FUSED && speaks_for_all())", "if (false)"),
+    "turns are as if all came the last one first": (
+        "longest first behind", "(unsigned)(mine >= work.late ? last - mine", "(unsigned)(true ? last - mine"),
+    "turns are as if all came the last one first, pairs": (
+        "longest first behind, pairs", "(unsigned)(mine >= work.late ? last - mine", "(unsigned)(true ? last - mine"),
+    "those before are counted that have no such rows": (
+        "longest first behind", "(last < work.late ? 0 : last + 1 - work.late)", "(last + 1 - work.late)"),
 }  # fmt: skip
 
 

@@ -15,7 +15,7 @@ from test_forward import make
 from tolerances import assert_close
 
 from rawflash import hardware, problem, tiling
-from rawflash.backends.cupy_raw import compile, launch
+from rawflash.backends.cupy_raw import compile, fa2_forward, launch
 
 pytestmark = pytest.mark.emulated
 FILE = "sm90/fa2_forward.cu"
@@ -137,6 +137,22 @@ def test_sections_of_heads(one, monkeypatch, keys, section):
     monkeypatch.setattr(launch.Launcher, "call", call)
     one.check(make(B=3, Hq=2, Tq=140, Tk=keys, d=64, dtype="bfloat16", causal=True))
     assert sections == [section]
+
+
+@pytest.mark.parametrize("options, section", [
+    (dict(Hq=17, T=4096), 17),  # usual: 16, and one at last
+    (dict(Hq=20, T=4096), 20), (dict(Hq=16, T=4096), 16), (dict(B=4, Hq=16, T=4096), 16), (dict(Hq=33, T=2048), 33),
+    (dict(B=2, Hq=16, T=8192), 8), (dict(Hq=40, Hkv=8, T=4096), 8), (dict(Hq=40, T=1024), 20),
+    (dict(Hq=17, T=4096, causal=False), 16), (dict(B=200, Hq=17, T=4096), 16),
+])  # fmt: skip
+def test_sections_by_when_they_end(options, section):
+    """In small calls of so many heads that the last section has not too few."""
+    how = dict(B=1, d=128, causal=True) | options
+    T, d = how.pop("T"), how.pop("d")
+    x = problem.Problem(**dict(Hkv=how["Hq"]) | how, Tq=T, Tk=T, dv=d, d=d, dtype="bfloat16", backend="cupy_raw")
+    h200 = replace(hardware.kernels_on("cupy_raw", hardware.chip("sm_90")), processors=132)
+    tiles = tiling.plan_tiles(x, h200, "forward")
+    assert fa2_forward._section(x, tiles) == section
 
 
 @pytest.mark.parametrize("options", [

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -729,7 +730,8 @@ def test_clusters_are_divided_as_a_whole(blocks, rows, group, processors):
     (dict(Tk=4225), 1), (dict(causal=True), 1), (dict(causal=True, Tq=3840, Tk=3840), 0), (dict(window=(None, 9)), 1),
     (dict(causal=True, Tq=2048), 0), (dict(causal=True, Tk=4225), 0), (dict(causal=True, Tq=4224), 1),
     (dict(window=(3000, 0)), 0), (dict(window=(3000, None)), 0), (dict(causal=True, deterministic=True), 1),
-    (dict(deterministic=True), 1), (dict(causal=True, B=16, Tq=1024, Tk=1024, deterministic=True), 1),
+    (dict(deterministic=True), 1), (dict(causal=True, B=16, Tq=1024, Tk=1024, deterministic=True), 0),
+    (dict(B=16, Tq=1024, Tk=1024, deterministic=True), 1), (dict(B=32, Tq=512, Tk=512, deterministic=True), 0),
     (dict(causal=True, B=16, Tq=1024, Tk=1024), 0), (dict(ragged=True), 0), (dict(sinks=True), 0),
     (dict(d=64, dv=64), 0), (dict(dv=64), 0), (dict(d=256, dv=256), 0), (dict(Hq=4, Hkv=4), 1),
     (dict(Hq=1, Hkv=1), 0), (dict(Hq=32, Hkv=4, causal=True), 0), (dict(Hq=32, Hkv=8, causal=True), 1),
@@ -741,6 +743,93 @@ def test_which_calls_have_pairs_of_blocks_of_threads(options, paired):
     tiles = plan_tiles(problem(**(fixed | options)), H200, "backward")
     assert tiles.family == tiling.WGMMA and dict(tiles.constants).get("PAIRED", 0) == paired
     assert tiles.smem_bytes <= H200.on_chip_bytes
+
+
+@pytest.mark.parametrize("options, fused", [
+    (dict(), 1), (dict(Tq=4225), 0), (dict(Tk=4225), 1), (dict(causal=True, Tk=4225), 0), (dict(window=(9000, 0)), 0),
+    (dict(causal=True, B=16, Tq=1024, Tk=1024), 0), (dict(causal=True, B=8, Tq=2048, Tk=2048), 1),
+    (dict(d=64, dv=64), 1), (dict(d=64, dv=64, Tq=4225), 1), (dict(d=64, dv=64, Tk=4225, causal=True), 1),
+    (dict(d=64, dv=64, B=32, Tq=512, Tk=512), 0), (dict(d=64, dv=64, B=16, Tq=1024, Tk=1024, causal=True), 1),
+])  # fmt: skip
+def test_which_calls_in_a_fixed_order_have_rows_that_others_prepare(options, fused):
+    """At d = 128 those in pairs; of less than some rows a block of keys none, as there the first one to add stores."""
+    fixed = dict(B=4, Hq=16, Hkv=16, Tq=4096, Tk=4096, d=128, dv=128, dtype="bfloat16", backend="cupy_raw")
+    tiles = plan_tiles(problem(**(fixed | options), deterministic=True), H200, "backward")
+    constants = dict(tiles.constants)
+    assert tiles.family == tiling.WGMMA and constants["FUSED"] == fused
+    assert constants["PAIRED"] == (fused and tiles.br == 64) and constants["APART"] == (tiles.br == 128)
+
+
+lengths = st.lists(st.integers(1, 40), min_size=1, max_size=9)
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
+@pytest.mark.parametrize("empty", [dict(B=0), dict(Tq=0), dict(Tk=0), dict(B=0, Tq=0, Tk=0)])
+def test_plans_of_calls_without_anything(direction, dtype, empty):
+    """There are such calls."""
+    for d in (16, 64, 128):
+        sizes = dict(B=2, Tq=40, Tk=300, Hq=4, Hkv=2, d=d, dv=d) | empty
+        for softcap in (None, 5.0):
+            call = problem(**sizes, dtype=dtype, causal=True, softcap=softcap, backend="cupy_raw")
+            assert plan_tiles(call, H200, direction).smem_bytes <= H200.on_chip_bytes
+
+
+few = st.integers(1, 30)
+
+
+@given(lengths=lengths, heads=few, section=few, processors=few, seed=few)
+def test_when_the_last_multiprocessor_is_done(lengths, heads, section, processors, seed):
+    """As if each took the next piece in turn, whoever is free first."""
+    last = np.random.default_rng(seed).permutation(lengths).tolist()
+    pieces = []
+    for first in range(0, heads, section):
+        some = min(section, heads - first)
+        pieces += np.repeat(last if first + section >= heads else lengths, some).tolist()
+    ends = np.zeros(processors)
+    for piece in pieces:
+        ends[np.argmin(ends)] += piece
+    assert tiling.last_end(lengths, heads, section, processors, last) == ends.max()
+    assert max(sum(pieces) / processors, max(lengths)) <= ends.max() <= sum(pieces)
+
+
+@given(lengths=lengths, heads=few, usual=few, most=few, processors=few)
+def test_heads_of_a_section(lengths, heads, usual, most, processors):
+    """Others than usual only if the end comes earlier by what is asked for, and not more than there may be."""
+    usual = min(usual, heads)
+    order = tuple(sorted(lengths, reverse=True))
+    found = tiling.heads_of_section(order, order, heads, usual, most, processors)
+    if found == usual:
+        return
+    assert usual / 2 <= found <= most
+    ends = [tiling.last_end(order, heads, n, processors) for n in (usual, found)]
+    assert ends[0] - ends[1] > tiling.SECTION_GAIN * sum(lengths) * heads / processors
+
+
+@pytest.mark.parametrize("heads, usual, most, found", [
+    (16, 16, 32, 16), (17, 16, 32, 17), (17, 16, 16, 9), (20, 16, 32, 20), (64, 16, 32, 16), (24, 21, 42, 24),
+    (24, 21, 21, 12), (6, 5, 5, 3), (1, 1, 2, 1), (100_000, 16, 32, 16),
+])  # fmt: skip
+def test_the_last_section_has_not_too_few_heads(heads, usual, most, found):
+    """Of 17 heads the last would begin with its longest piece when others are nearly done."""
+    order = tuple(float(n) for n in range(32, 0, -1))
+    assert tiling.heads_of_section(order, order, heads, usual, most, 132) == found
+    assert tiling.heads_of_section((7.0,) * 32, (7.0,) * 32, heads, usual, most, 132) == usual
+
+
+@given(Tq=st.integers(1, 40), Tk=st.integers(1, 40), at=st.integers(0, 39), size=st.integers(1, 9), data=st.data())
+def test_rows_and_keys_of_a_band(Tq, Tk, at, size, data):
+    """Those that see, and are seen, from the first to the last."""
+    sides = st.one_of(st.none(), st.integers(0, 40))
+    window = data.draw(st.tuples(sides, sides))
+    x = problem(B=1, Hq=1, Hkv=1, Tq=Tq, Tk=Tk, d=8, dv=8, dtype="bfloat16", window=window)
+    lower, upper = x.band.bounds()
+    distance = np.arange(Tk) - (np.arange(Tq)[:, None] + Tk - Tq)
+    visible = (lower <= distance) & (distance <= upper)
+    if at < Tk:
+        assert tiling.rows_that_see(x, at, size) == visible[:, at : at + size].any(1).sum()
+    if at < Tq:
+        assert tiling.keys_seen(x, at, size) == visible[at : at + size].any(0).sum()
 
 
 @pytest.mark.parametrize("options, divided", [

@@ -9,7 +9,10 @@ from rawflash.arrays import Target
 from rawflash.backends.cupy_raw.launch import SIDE, Launcher, blocks_of, divisor, launcher, side_gradients, split_inputs
 from rawflash.backends.cupy_raw.tensor_map import Box
 from rawflash.problem import Operands, Problem
-from rawflash.tiling import MMA, SPLIT_INPUTS, WGMMA, WGMMA_PROCESSORS, WGMMA_SLAB, Tiles, is_wide
+from rawflash.tiling import (
+    MMA, SECTION_WAVES, SPLIT_INPUTS, WGMMA, WGMMA_PROCESSORS, WGMMA_SLAB, Tiles, heads_of_section, is_wide,
+    rows_that_see,
+)  # fmt: skip
 
 FILE, FILE_MMA = "fa2_backward.cu", "mma/fa2_backward.cu"
 FILE_WGMMA, FILE_WIDE = "sm90/fa2_backward.cu", "sm90/fa2_backward_wide.cu"
@@ -18,11 +21,14 @@ WGMMA_THREADS = 384  # a warpgroup that copies, two that compute
 WARPGROUP = 128  # APART: one more, for dQ
 WIDE_THREADS = 512  # one that copies, three that compute
 SECTION_BYTES = 32 << 20  # of L2, for the heads whose keys are taken in turn
-SECTION_STORED = 16 << 20  # the same where the first dQ is stored
+SECTION_STORED, SHORT = 16 << 20, 1024  # the same where the first dQ is stored, in a fixed order up to so many keys
+SECTION_LAST = 8 << 20  # the same, in a fixed order, if the last keys come first
+SECTION_MOST, SECTION_KEYS = 64 << 20, 32  # so that fewer multiprocessors are idle; blocks of keys, in any call
+BLOCK_ROWS = 128  # with as many a block of threads would be busy for as long as it takes to begin and to end
 COUNTERS = 64  # a multiple of so many lies before dQ's sums
 RECORD_NUMBERS = 160  # of float32 in a record of lse and delta of a block of rows
 FINISHED_ROWS = 64  # of dQ, which a warp writes at once
-DETERMINISTIC_MORE = 4  # times that
+DETERMINISTIC_MORE = 4  # times as many heads in a fixed order
 PATCH_ROWS, PATCH_COLUMNS, WARP = 16, 8, 32  # of dQ in mma/split_backward.cu, each added by a warp
 
 
@@ -112,13 +118,10 @@ def _wgmma(problem: Problem, tiles: Tiles, x: Operands, grads: dict[str, Target]
 def _schedule(problem: Problem, tiles: Tiles, key_blocks: int) -> dict[str, int]:
     """In which order blocks of threads come, and how far ahead and behind they work, in whole sections of heads: as
     many as there are of them where they do not, as kernels of their own then do it for all."""
-    constants = dict(tiles.constants)
-    stores, last_first = (bool(constants.get(name)) for name in ("STORES", "LAST_FIRST"))
-    heads, parts = problem.B * problem.Hkv, tiles.divided.parts if not tiles.lag else 1
-    section = _section(problem, stores, last_first, key_blocks * parts)
+    heads = problem.B * problem.Hkv
+    section = _section(problem, tiles, key_blocks)
     ahead = behind = total = key_blocks * heads
     if tiles.lag:
-        section = min(section, max(tiles.lag // key_blocks, 1))
         at_once = section * key_blocks
         ahead = min(at_once * (1 + blocks_of(tiles.lag, at_once)), total)
         behind = total - (total - ahead) // at_once * at_once
@@ -136,9 +139,10 @@ def _all_see_keys(problem: Problem, x: Operands) -> bool:
     return not (problem.ragged or problem.varlen or band and (x.offset_given or problem.Tq > problem.Tk))
 
 
-def _section(problem: Problem, stores: bool, last_first: bool, blocks: int) -> int:
-    """How many K/V heads have their keys taken in turn, long columns first: as many as L2 can hold; 1: no band. Each
-    has so many blocks of threads, and all multiprocessors have one: else the last head's longest ends alone.
+def _section(problem: Problem, tiles: Tiles, key_blocks: int) -> int:
+    """How many K/V heads have their keys taken in turn, long columns first: as many as L2 can hold; 1: no band. All
+    multiprocessors have a block of threads: else the last head's longest ends alone. In calls of up to eight blocks of
+    threads for each, or with many keys, more or fewer heads, if fewer multiprocessors are idle in the end.
 
     Deterministic, blocks of keys of one head wait for each other: so heads are taken in turn without a band, too, and
     more of them with one.
@@ -146,13 +150,38 @@ def _section(problem: Problem, stores: bool, last_first: bool, blocks: int) -> i
     band = problem.band.lower is not None or problem.band.upper is not None
     if not (band or problem.deterministic):
         return 1
+    constants = dict(tiles.constants)
+    last_first, heads = bool(constants.get("LAST_FIRST")), problem.B * problem.Hkv
+    together = 1 + constants.get("PAIRED", 0)
+    parts = 1 if tiles.lag else tiles.divided.parts  # all blocks of keys have as many blocks of threads
     rows = problem.Tk + problem.group * problem.Tq
     nbytes = rows * (problem.d + problem.dv) * 2 + problem.group * problem.Tq * problem.d * 4
+    stores = bool(constants.get("STORES"))
     whole = SECTION_STORED if stores else SECTION_BYTES
-    heads = whole * (DETERMINISTIC_MORE if band and problem.deterministic and not last_first else 1) // nbytes
+    if problem.deterministic:
+        if last_first and not tiles.lag:
+            whole = SECTION_LAST
+        elif band and not last_first:
+            whole *= DETERMINISTIC_MORE
+        elif problem.Tk <= SHORT and not tiles.lag:
+            whole = SECTION_STORED
+    usual = whole // nbytes
     if not (stores or problem.deterministic):
-        heads = max(heads, WGMMA_PROCESSORS // blocks)
-    return max(min(heads, problem.B * problem.Hkv), 1)
+        usual = max(usual, WGMMA_PROCESSORS // (key_blocks * parts))
+    most = min(max(SECTION_MOST // nbytes, usual), heads)
+    if tiles.lag:
+        usual = min(usual, tiles.lag // key_blocks)
+    usual = max(min(usual, heads), 1)
+    blocks = heads * key_blocks * parts
+    if stores or (blocks > SECTION_WAVES * WGMMA_PROCESSORS and key_blocks < SECTION_KEYS):
+        return usual
+    keys = tiles.bc * together
+    steps = [rows_that_see(problem, j, keys) * problem.group / parts + BLOCK_ROWS for j in range(0, problem.Tk, keys)]
+    late = len(steps) // 2 if problem.deterministic and blocks > WGMMA_PROCESSORS else 0  # key_block, sm90/backward.cuh
+    order = steps[::-1] if last_first else steps
+    at_last = steps[late:][::-1] + steps[:late] if last_first else steps
+    lengths, last = (tuple(n for n in x for _ in range(parts)) for x in (order, at_last))
+    return heads_of_section(lengths, last, heads, usual, most, WGMMA_PROCESSORS // together)
 
 
 def _call(kernels: Launcher, problem: Problem, x: Operands, grads: dict[str, Target], delta: Any, dQ: Any, blocks: int,

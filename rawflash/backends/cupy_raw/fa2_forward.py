@@ -10,7 +10,10 @@ from rawflash.arrays import Target
 from rawflash.backends.cupy_raw.launch import blocks_of, launcher, split_inputs
 from rawflash.backends.cupy_raw.tensor_map import Box
 from rawflash.problem import Operands, Problem
-from rawflash.tiling import FEW_MMA, FEW_MMA_LEAST, MMA, SPLIT_INPUTS, WGMMA, WGMMA_ROWS, Tiles, wgmma_section
+from rawflash.tiling import (
+    FEW_MMA, FEW_MMA_LEAST, MMA, SECTION_WAVES, SPLIT_INPUTS, WGMMA, WGMMA_PROCESSORS, WGMMA_ROWS, Tiles,
+    heads_of_section, keys_seen, wgmma_section,
+)  # fmt: skip
 
 MERGED_ROWS = 16  # of a thread block of mma/fa2_forward.cu's merge
 # In the environment: "1", the maximum of a row is followed; "0", that of the first keys stays; else as planned
@@ -18,6 +21,7 @@ EXACT_MAXIMUM = "RAWFLASH_EXACT_MAXIMUM"
 WARP_ROWS = 16  # of the output, that a warp of sm90/fa2_forward.cu stores
 THREADS_OF_GROUP, WARPS_OF_GROUP = 128, 4
 FLOAT_BYTES = 4
+PIECE_KEYS = 64  # a piece of work of sm90/fa2_forward.cu begins and ends in the time that as many keys take
 
 
 def fa2_forward(problem: Problem, tiles: Tiles, x: Operands, out: Target, lse: Target) -> None:
@@ -68,17 +72,29 @@ def _few_rows(problem: Problem, tiles: Tiles, x: Operands, out: Target, lse: Tar
     kernels.run("fa2_few_rows", blocks * parts * problem.Hkv * problem.B, call, tiles.smem_bytes)
 
 
+def _section(problem: Problem, tiles: Tiles) -> int:
+    """How many K/V heads have their pieces of work in turn, longest first: as many as L2 can hold. In calls of up to
+    eight pieces for each multiprocessor up to twice as many, if fewer of these are idle in the end."""
+    of_head = problem.Tk * (problem.d + problem.dv) * 2  # bytes of K and V
+    heads = problem.B * problem.Hkv
+    usual = min(max(wgmma_section(problem.Tk) // of_head, 1), heads)
+    rows = range(0, problem.Tq, tiles.br)
+    if heads * problem.group * len(rows) > SECTION_WAVES * WGMMA_PROCESSORS:
+        return usual
+    lengths = tuple(keys_seen(problem, i, tiles.br) + PIECE_KEYS for i in reversed(rows) for _ in range(problem.group))
+    return heads_of_section(lengths, lengths, heads, usual, min(2 * usual, heads), WGMMA_PROCESSORS)
+
+
 def _warpgroups(problem: Problem, tiles: Tiles, x: Operands, out: Target, lse: Target) -> None:
     blocks, groups = blocks_of(problem.Tq, tiles.br), tiles.br // WGMMA_ROWS
     kernels = x.memo.get("sm90/fa2_forward.cu")
     if kernels is None:
-        of_head = problem.Tk * (problem.d + problem.dv) * 2  # bytes of K and V
         boxes = (Box("q", tiles.br), Box("k", tiles.bc), Box("v", tiles.bc), Box("o", WARP_ROWS))
         asked = {"0": 1, "1": 0}.get(os.environ.get(EXACT_MAXIMUM, ""), dict(tiles.constants)["STATIC_MAXIMUM"])
         planned = replace(tiles, constants=(*tiles.constants, ("STATIC_MAXIMUM", asked)))
         kernels = launcher(
             "sm90/fa2_forward.cu", problem, planned, x, {"o": out, "lse": lse}, boxes, blocks=blocks,
-            section=min(max(wgmma_section(problem.Tk) // of_head, 1), problem.B * problem.Hkv) * problem.group,
+            section=_section(problem, tiles) * problem.group,
         )  # fmt: skip
     values = {"o.data": out.address, "lse.data": lse.address}
     if dict(tiles.constants)["DYNAMIC"]:

@@ -22,6 +22,7 @@ struct Work {
     int i_low, i_high, steps;
     int first_head, heads;  // of how many query heads
     int stride;             // TOGETHER: from the rows of all heads to the next ones
+    int late;               // the first of the blocks of keys that come the last one first
     long long offset;
 };
 
@@ -33,18 +34,21 @@ struct Part {
 
 // Which block of keys of which key head of all a block of threads has.
 struct KeyBlock {
-    unsigned head, block;
+    unsigned head, block, late;
 };
 
 // Heads come in sections whose matrices L2 can hold; of a section the first keys first, which most rows see if it is causal. LAST_FIRST: the last keys.
+// DETERMINISTIC, too, but these have few rows, and multiprocessors would be idle in the end: so of the last section the last half of the blocks comes
+// first, up from the shortest, then the first half, down from the longest. Not where all blocks of threads run at once, and would wait.
 __device__ __forceinline__ KeyBlock key_block(const Call& call, unsigned index)
 {
     const unsigned heads = (unsigned)(call.B * call.Hkv), blocks = (unsigned)call.blocks, section = (unsigned)call.section;
     const unsigned first = divided(index, call.by_section) * section, rest = (index - first * blocks) >> PAIRED;
-    const bool is_last = heads - first < section;
+    const bool is_last = heads - first <= section;
     const unsigned nth = divided(rest, is_last ? call.by_last_heads : call.by_heads), head = first + rest - nth * (is_last ? heads - first : section);
-    const unsigned block = LAST_FIRST ? (blocks >> PAIRED) - 1 - nth : nth;
-    return {head, PAIRED ? 2 * block + index % 2 : block};  // a cluster has two neighbouring ones
+    const unsigned count = blocks >> PAIRED, late = LAST_FIRST && DETERMINISTIC && is_last && gridDim.x > call.at_once ? count / 2 : 0;
+    const unsigned block = !LAST_FIRST ? nth : nth < count - late ? count - 1 - nth : nth - (count - late);
+    return {head, PAIRED ? 2 * block + index % 2 : block, late};  // a cluster has two neighbouring ones
 }
 
 // DIVIDED: the last blocks of keys, with which most multiprocessors would be idle, have several blocks of threads, each for some of their rows: two,
@@ -71,7 +75,7 @@ __device__ __forceinline__ Work work_of(const Call& call)
     Work work;
     const Part part = part_of(call, blockIdx.x);
     const KeyBlock place = key_block(call, part.block);
-    work.j0 = (int)place.block * BC;
+    work.j0 = (int)place.block * BC, work.late = (int)place.late;
     work.b = (int)divided(place.head, call.by_key_heads);
     work.h = (int)place.head - work.b * (int)call.Hkv;
     const Sequence s = sequence(call, work.b);

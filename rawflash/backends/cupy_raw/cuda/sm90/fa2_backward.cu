@@ -116,6 +116,7 @@ static_assert(COPYING_REGISTERS + APART * ADDING_REGISTERS + COMPUTING * COMPUTI
 // threads that begin together go down, from the last rows, which all have. Those that begin as these end, the longest of them where the shortest of
 // these was, go up: all are then at the same row again.
 constexpr bool DOWN = DETERMINISTIC && BAND && !LAST_FIRST;
+static_assert(!PAIRED || !DOWN, "pairs go up");
 __device__ __forceinline__ int first_rows(const Work& work)
 {
     return DOWN || TOGETHER && work.stride < 0 ? work.i_low + (work.i_high - 1 - work.i_low) / BR * BR : work.i_low;
@@ -286,8 +287,9 @@ __device__ __forceinline__ unsigned turn_at(const Call& call, const Work& work, 
     constexpr int ROWS = BR << PAIRED, KEYS = BC << PAIRED;
     const int end = i0 / ROWS * ROWS + ROWS;
     if constexpr (LAST_FIRST) {
-        const long long last = end > work.q_length ? work.kv_length - 1 : end - 1 + work.offset + call.band_upper;
-        return (unsigned)((int)clamp(last, 0, work.kv_length - 1) / KEYS - work.j0 / KEYS);
+        const long long last_key = end > work.q_length ? work.kv_length - 1 : end - 1 + work.offset + call.band_upper;
+        const int last = (int)clamp(last_key, 0, work.kv_length - 1) / KEYS, mine = work.j0 / KEYS;
+        return (unsigned)(mine >= work.late ? last - mine : (last < work.late ? 0 : last + 1 - work.late) + mine);
     }
     return (unsigned)(work.j0 / KEYS - (BAND ? (int)clamp(i0 + work.offset + call.band_lower, 0, work.j0) / KEYS : 0));
 }
