@@ -137,14 +137,15 @@ def planned_as_many() -> contextlib.AbstractContextManager[None]:
     ``_together`` there."""
     from rawflash import tiling
 
-    return _planned(_divided_by_heads=lambda *_: tiling.Divided(), WGMMA_TOGETHER=NEVER)
+    return _planned(_divided_by_heads=lambda *_: tiling.Divided(), WGMMA_TOGETHER=NEVER, WGMMA_STORED_HEADS=0.0)
 
 
 def planned_as_long(lag: float = 0.0) -> contextlib.AbstractContextManager[None]:
     """Backward passes inside have what only long ones have else: ``_can_be_fused`` there."""
     return _planned(
         WGMMA_FUSED=ALWAYS, WGMMA_FUSED_KEYS=1, WGMMA_FUSED_LAG=lag, WGMMA_FUSED_ROWS={64: 0, 128: 0},
-        WGMMA_FUSED_IN_ORDER={64: 0, 128: 0}, WGMMA_PAIRED_ROWS=0, WGMMA_TOGETHER=NEVER,
+        WGMMA_FUSED_IN_ORDER={64: 0, 128: 0}, WGMMA_FUSED_STORED={64: 0, 128: 0}, WGMMA_PAIRED_ROWS=0,
+        WGMMA_STORED_HEADS=0.0, WGMMA_TOGETHER=NEVER,
     )  # fmt: skip
 
 

@@ -128,12 +128,14 @@ WGMMA_DIVIDED_MOST, WGMMA_DIVIDED_COST = 8, 6.0
 # All blocks of keys, where they are few: among so many at most, and of the time without it so much at most.
 WGMMA_HEADS_MOST, WGMMA_HEADS_GAIN = 16, 0.9
 # Query heads of a key head from which on, under a mask, the same rows of all of them come together: singly; where
-# otherwise there would be pairs.
-WGMMA_TOGETHER = {0: 4, 1: 8}
+# otherwise there would be pairs. Where rows or keys are more than so many.
+WGMMA_TOGETHER, WGMMA_TOGETHER_ROWS = {0: 4, 1: 8}, 512
 # Of rows that see a block of keys, on average: from so many on two blocks of threads go through them together; in a
 # fixed order wherever they can.
 WGMMA_PAIRED_ROWS = 2048
-WGMMA_STORED = 512  # rows and keys up to which the first of a causal band stores its dQ, so that no sums are cleared
+# The first one of a causal band stores its dQ, so that no sums are cleared: up to so many rows and keys (by the wider
+# of d and dv), where there are so many heads for each multiprocessor; and from so many rows on others prepare some.
+WGMMA_STORED, WGMMA_STORED_HEADS, WGMMA_FUSED_STORED = {64: 1024, 128: 1536}, 0.72, {64: 256, 128: 640}
 # Pieces of work of the last sections of heads, whose end is simulated; of the whole time what less of it has to be.
 SIMULATED_PIECES, SECTION_GAIN = 1024, 0.02
 SECTION_WAVES = 8  # pieces for each multiprocessor, in calls of which a section may have more heads
@@ -536,7 +538,6 @@ def _wgmma_keys(problem: Problem, chip: Chip, d: int, dv: int, lag: int) -> Tile
     apart = br == WGMMA_BACKWARD_APART
     band = not (problem.band.lower is problem.band.upper is None)
     limits = apart and band  # what hides keys of a thread
-    upper_end = problem.band.lower is None and problem.band.upper is not None
     query_blocks, key_blocks = -(-problem.Tq // br), -(-problem.Tk // bc)
     paired = int(
         fused and d == dv == 2 * WGMMA_SLAB
@@ -553,11 +554,8 @@ def _wgmma_keys(problem: Problem, chip: Chip, d: int, dv: int, lag: int) -> Tile
     elif not fused:
         divided = _divided_by_heads(problem, chip.processors or WGMMA_PROCESSORS, br, bc)
     together = not fused and (divided.threads > 0 or _together(problem))
-    stores = (
-        upper_end and d >= dv and not (paired or together)
-        and not (problem.ragged or problem.varlen or problem.deterministic)
-        and max(problem.Tq, problem.Tk) <= WGMMA_STORED
-    )
+    stores = _stores(problem) and not (paired or together)
+    last_first = stores or problem.deterministic and _has_upper_end(problem)
     resident = (
         *((Tile("delta", 8, WGMMA_SLAB, 2),) if paired else ()),  # in three parts of 16 bits: rows of a slab
         Tile("K", bc, d, 2),
@@ -583,7 +581,7 @@ def _wgmma_keys(problem: Problem, chip: Chip, d: int, dv: int, lag: int) -> Tile
     return Tiles(br, bc, resident, chip.name, chip.on_chip_bytes, JI, family=WGMMA, lag=lag, divided=divided,
                  constants=(("FUSED", int(fused)), ("APART", int(apart)), ("STORES", int(stores)),
                             ("DIVIDED", int(divided.threads > 0)), ("TOGETHER", int(together)), ("PAIRED", paired),
-                            ("LAST_FIRST", int(stores or problem.deterministic and upper_end))))  # fmt: skip
+                            ("LAST_FIRST", int(last_first))))  # fmt: skip
 
 
 def _divided(blocks: int, rows: int, group: int, processors: int, together: int = 1) -> Divided:
@@ -628,14 +626,34 @@ def _together(problem: Problem, paired: int = 0) -> bool:
     """Does a block of threads of cuda/sm90/fa2_backward.cu go through the same rows of all query heads before the next
     ones? Under a mask it would be at another head than the others, and what all read and add to not be in L2."""
     band = not (problem.band.lower is problem.band.upper is None)
-    long = max(problem.Tq, problem.Tk) > WGMMA_STORED
+    long = max(problem.Tq, problem.Tk) > WGMMA_TOGETHER_ROWS
     return band and long and problem.group >= WGMMA_TOGETHER[paired]
+
+
+def _has_upper_end(problem: Problem) -> bool:
+    """Does the band hide later keys, and no earlier ones?"""
+    return problem.band.lower is None and problem.band.upper is not None
+
+
+def _stores(problem: Problem) -> bool:
+    """Does the first block of keys of cuda/sm90/fa2_backward.cu that comes to some rows store its dQ? It is the last
+    one that these see: so short ones come first, and with few heads long ones would end alone."""
+    columns = max(problem.d, problem.dv)
+    return (
+        _has_upper_end(problem)
+        and _padded(problem.d, WGMMA_SLAB) >= _padded(problem.dv, WGMMA_SLAB)
+        and not (problem.ragged or problem.varlen or problem.deterministic or _together(problem))
+        and problem.B * problem.Hkv >= WGMMA_STORED_HEADS * WGMMA_PROCESSORS
+        and max(problem.Tq, problem.Tk) <= next(rows for width, rows in WGMMA_STORED.items() if columns <= width)
+    )
 
 
 def _can_be_fused(problem: Problem) -> bool:
     """Can blocks of threads of cuda/sm90/fa2_backward.cu prepare and finish rows of others while they compute?"""
     columns, blocks = max(problem.d, problem.dv), -(-problem.Tk // WGMMA_BACKWARD_KEYS)
     least = WGMMA_FUSED_IN_ORDER if problem.deterministic else WGMMA_FUSED_ROWS
+    if _stores(problem):
+        least = WGMMA_FUSED_STORED
     rows = next(rows for width, rows in least.items() if columns <= width)
     return (
         not (problem.ragged or problem.varlen or problem.sinks)

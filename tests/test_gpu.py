@@ -38,6 +38,7 @@ def fewest(request, monkeypatch):
 def as_large_ones(monkeypatch):
     """One block of threads for each block of keys, in the order of heads."""
     monkeypatch.setattr(tiling, "WGMMA_FEWEST", 0.0)
+    monkeypatch.setattr(tiling, "WGMMA_STORED_HEADS", 0.0)
     monkeypatch.setattr(tiling, "WGMMA_TOGETHER", NEVER)
     monkeypatch.setattr(tiling, "_divided_by_heads", lambda *_: tiling.Divided())
 
@@ -48,6 +49,7 @@ PLANNED = (
     "test_blocks_of_keys", "test_pairs", "test_a_thousand_calls",
 )  # fmt: skip
 NEVER, ALWAYS = {0: 1 << 30, 1: 1 << 30}, {0: 0, 1: 0}
+FUSED_ROWS = ("WGMMA_FUSED_ROWS", "WGMMA_FUSED_IN_ORDER", "WGMMA_FUSED_STORED")
 SHARDS = 30  # tests that draw: they are shared out to processes
 PROBLEMS_A_SHARD = 40  # 1,200 problems
 
@@ -276,6 +278,8 @@ STORED = {
     "as planned": dict(Hq=150, Tq=512, d=64, causal=True),
     "as planned, d = 128": dict(Hq=150, Tq=512, d=128, causal=True),
     "as planned, groups": dict(B=3, Hq=48, Hkv=24, Tq=300, Tk=400, d=128, causal=True),
+    "a thousand rows": dict(Hq=20, Tq=1000, d=64, causal=True),
+    "more rows than keys": dict(Hq=12, Tq=1500, Tk=1400, d=128, causal=True),
     "one row": dict(Hq=20, Tq=1, Tk=500, d=64, causal=True),
     "offsets": dict(B=3, Hq=10, Tq=200, Tk=500, d=128, causal=True, q_offset=np.array([-150, 20, 400])),
     "rows of others, offsets": dict(B=3, Hq=10, Tq=200, Tk=500, d=64, causal=True, q_offset=np.array([-150, 20, 400])),
@@ -300,7 +304,7 @@ def test_the_first_dQ_is_stored(name, dtype, monkeypatch):
 def shortest_lag(monkeypatch):
     as_large_ones(monkeypatch)
     for name, value in (("WGMMA_FUSED", ALWAYS), ("WGMMA_FUSED_KEYS", 1), ("WGMMA_FUSED_LAG", 0.0),
-                        ("WGMMA_FUSED_ROWS", {64: 0, 128: 0}), ("WGMMA_FUSED_IN_ORDER", {64: 0, 128: 0})):  # fmt: skip
+                        *((name, {64: 0, 128: 0}) for name in FUSED_ROWS)):  # fmt: skip
         monkeypatch.setattr(tiling, name, value)
 
 

@@ -142,10 +142,16 @@ def test_calls(name, device_by_name, taken):
     assert taken == ["fa2_backward_keys"]
 
 
+@pytest.fixture(autouse=True)
+def many_heads(monkeypatch):
+    """Calls are planned as if they had many heads."""
+    monkeypatch.setattr(tiling, "WGMMA_STORED_HEADS", 0.0)
+
+
 @pytest.fixture
 def cleared(monkeypatch):
     """Short causal calls are as long ones: sums of dQ are cleared, and all blocks of keys add to them."""
-    monkeypatch.setattr(tiling, "WGMMA_STORED", 0)
+    monkeypatch.setattr(tiling, "WGMMA_STORED", {64: 0, 128: 0})
 
 
 STORED = {
@@ -403,6 +409,7 @@ def fused(monkeypatch):
     monkeypatch.setattr(tiling, "WGMMA_FUSED_LAG", 0.0)
     monkeypatch.setattr(tiling, "WGMMA_FUSED_ROWS", {64: 0, 128: 0})
     monkeypatch.setattr(tiling, "WGMMA_FUSED_IN_ORDER", {64: 0, 128: 0})
+    monkeypatch.setattr(tiling, "WGMMA_FUSED_STORED", {64: 0, 128: 0})
 
 
 @pytest.fixture
@@ -682,14 +689,16 @@ def test_schedule(causal, heads, Tk, lag):
 @pytest.mark.parametrize("options, section", [
     (dict(Hq=24, T=1024), 24),  # usual: 21, and 3 at last
     (dict(Hq=12, T=2048), 12), (dict(Hq=32, T=2048), 8), (dict(Hq=5, T=8192), 5), (dict(B=4, Hq=16, T=4096), 4),
-    (dict(B=16, Hq=16, T=1024), 16), (dict(Hq=64, T=512), 21), (dict(Hq=24, T=1024, d=64), 24),
+    (dict(B=16, Hq=16, T=1024), 10), (dict(Hq=64, T=512), 32), (dict(Hq=128, T=512), 21),
+    (dict(Hq=24, T=1024, d=64), 24),
     (dict(Hq=12, T=1024, d=256), 12), (dict(Hq=24, T=1024, causal=False), 1),
     (dict(Hq=8, T=4096, deterministic=True), 8), (dict(B=4, Hq=16, T=4096, deterministic=True), 8),
     (dict(B=8, Hq=16, T=2048, deterministic=True), 8), (dict(B=32, Hq=16, T=512, deterministic=True), 10),
     (dict(B=32, Hq=16, T=512, causal=False, deterministic=True), 21),
 ])  # fmt: skip
-def test_sections_by_when_they_end(options, section):
+def test_sections_by_when_they_end(options, section, monkeypatch):
     """In small calls, or such with many keys, of so many heads that the last section has not too few."""
+    monkeypatch.undo()  # many_heads
     how = dict(B=1, d=128, causal=True) | options
     T, d = how.pop("T"), how.pop("d")
     problem = Problem(**how, Hkv=how["Hq"], Tq=T, Tk=T, d=d, dv=d, dtype="bfloat16", backend="cupy_raw")
