@@ -135,7 +135,7 @@ WGMMA_TOGETHER, WGMMA_TOGETHER_ROWS = {0: 4, 1: 8}, 512
 WGMMA_PAIRED_ROWS = 2048
 # The first one of a causal band stores its dQ, so that no sums are cleared: up to so many rows and keys (by the wider
 # of d and dv), where there are so many heads for each multiprocessor; and from so many rows on others prepare some.
-WGMMA_STORED, WGMMA_STORED_HEADS, WGMMA_FUSED_STORED = {64: 1024, 128: 1536}, 0.72, {64: 256, 128: 640}
+WGMMA_STORED, WGMMA_STORED_HEADS, WGMMA_FUSED_STORED = {64: 1024, 128: 1536}, 0.72, {64: 256, 128: 1 << 30}
 # Pieces of work of the last sections of heads, whose end is simulated; of the whole time what less of it has to be.
 SIMULATED_PIECES, SECTION_GAIN = 1024, 0.02
 SECTION_WAVES = 8  # pieces for each multiprocessor, in calls of which a section may have more heads

@@ -185,6 +185,8 @@ OPTIONS = {
     "few heads": {},  # in 16 bits blocks of other heights
     "many heads": {},  # sm_90, backward: what is before and behind fa2_backward_keys is done there
     "causal, many heads": dict(causal=True),
+    "causal, longer, many heads": dict(causal=True),  # 2,048 rows: the first dQ is not stored
+    "causal, long, many heads": dict(causal=True),  # 4,096; d = 128: in pairs
     "long, many heads": {},  # and the last blocks of keys are divided
     "deterministic": dict(deterministic=True),
     "paged": {},  # decode: caches in blocks of 16
@@ -251,6 +253,8 @@ def cases():
     found += on("sm_90a", ["fa2_backward"], ["bfloat16"], [64, 128], ["few heads"])
     found += on("sm_90a", ["fa2_backward"], ["bfloat16", "float16"], [64, 128], ["many heads", "causal, many heads"])
     found += on("sm_90a", ["fa2_backward"], ["bfloat16"], [64, 128], ["long, many heads"])
+    longer = ["causal, longer, many heads", "causal, long, many heads"]
+    found += on("sm_90a", ["fa2_backward"], ["bfloat16"], [128], longer)
     for arch in ("sm_75", "sm_80"):
         found += on(arch, FA2, ["float16", "float64"], [128], ["plain"])
         found += on(arch, FA2, ["float32"], [64], ["everything"])
@@ -271,7 +275,7 @@ def programs(case):
     times = 1 if case.options == "few heads" else 32 if "many heads" in case.options else 16
     lead = () if packed else (times * B,) if halves else (B,)
     many = 4 if packed and halves else 1  # as many blocks as sm_90's own kernels are for
-    length = 4 * T if case.options.startswith("long") else T
+    length = 4 * T if "long," in case.options else 2 * T if "longer" in case.options else T
     q, k, v = (Array((*lead, many * heads, length, case.d), dtype) for heads in (HQ, HKV, HKV))
     options = dict(OPTIONS[case.options])
     if case.kernel in KERNELS:
@@ -600,6 +604,8 @@ def test_backward_products_of_warpgroups_overlap(dtype, d, options, tmp_path):
     (128, 1152, {"causal": True, "deterministic": True}),
     (128, 2048, {"group": 8, "causal": True, "deterministic": True}),
     (64, 8192, {"group": 32, "causal": True, "deterministic": True}),
+    (128, 2048, {"causal": True}), (128, 1536, {"causal": True}), (64, 512, {"causal": True, "deterministic": True}),
+    (128, 1024, {"causal": True, "deterministic": True}), (128, 512, {"deterministic": True}),
 ])  # fmt: skip
 def test_no_copies_stand_between_backward_products(dtype, d, T, options, tmp_path):
     """The words that all factors share stay where products take them from (UPPER_HALVES): between products that follow

@@ -689,7 +689,8 @@ def test_schedule(causal, heads, Tk, lag):
 @pytest.mark.parametrize("options, section", [
     (dict(Hq=24, T=1024), 24),  # usual: 21, and 3 at last
     (dict(Hq=12, T=2048), 12), (dict(Hq=32, T=2048), 8), (dict(Hq=5, T=8192), 5), (dict(B=4, Hq=16, T=4096), 4),
-    (dict(B=16, Hq=16, T=1024), 10), (dict(Hq=64, T=512), 32), (dict(Hq=128, T=512), 21),
+    (dict(B=16, Hq=16, T=1024), 10), (dict(B=10, Hq=16, T=1536), 7), (dict(Hq=64, T=512), 32),
+    (dict(Hq=128, T=512), 21),
     (dict(Hq=24, T=1024, d=64), 24),
     (dict(Hq=12, T=1024, d=256), 12), (dict(Hq=24, T=1024, causal=False), 1),
     (dict(Hq=8, T=4096, deterministic=True), 8), (dict(B=4, Hq=16, T=4096, deterministic=True), 8),

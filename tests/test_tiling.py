@@ -558,7 +558,9 @@ def test_calls_whose_first_dQ_is_stored(more, stores):
     known. Not where the same rows of many query heads come together."""
     asked = problem(**WGMMA | dict(B=1, Hq=128, Hkv=128, T=512, d=128, dv=128, causal=True) | more)
     tiles = plan_tiles(asked, H200, "backward")
-    assert tiles.family == "wgmma" and dict(tiles.constants)["STORES"] == stores
+    constants = dict(tiles.constants)
+    assert tiles.family == "wgmma" and constants["STORES"] == stores
+    assert not (stores and asked.d == 128 and constants["FUSED"])
 
 
 @pytest.mark.parametrize("d, dv, shape, buffers, own", [
