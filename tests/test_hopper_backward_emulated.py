@@ -686,6 +686,17 @@ def test_schedule(causal, heads, Tk, lag):
         assert index - lag >= max(of_head[place(index - behind)[0]])
 
 
+def test_a_schedule_is_found_once(device_by_name, monkeypatch, taken):
+    """For calls that are alike: it takes longer than a launch."""
+    moved = on_device(make(B=1, Hq=2, Tq=150, d=64, dtype="bfloat16", causal=True))
+    out, lse = moved.forward()
+    found, section = [], fa2_backward._section
+    monkeypatch.setattr(fa2_backward, "_section", lambda *of: found.append(section(*of)) or found[-1])
+    for _ in range(3):
+        moved.backward(out, lse)
+    assert len(found) == 1 and len(taken) == 3
+
+
 @pytest.mark.parametrize("options, section", [
     (dict(Hq=24, T=1024), 24),  # usual: 21, and 3 at last
     (dict(Hq=12, T=2048), 12), (dict(Hq=32, T=2048), 8), (dict(Hq=5, T=8192), 5), (dict(B=4, Hq=16, T=4096), 4),

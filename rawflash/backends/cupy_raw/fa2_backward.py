@@ -84,9 +84,11 @@ def _wgmma(problem: Problem, tiles: Tiles, x: Operands, grads: dict[str, Target]
     # Packed sequences begin new blocks; how many all of them have may be known on the device only
     blocks = heads * (rows // tiles.br + problem.B if problem.varlen else query_blocks)
     numbers = tiles.br * columns
-    schedule = _schedule(problem, tiles, key_blocks)
     paired = constants.get("PAIRED", 0)
-    schedule["share"] = blocks * (numbers + RECORD_NUMBERS * paired)
+    schedule = x.memo.get("schedule")
+    if schedule is None:
+        schedule = x.memo["schedule"] = _schedule(problem, tiles, key_blocks)
+        schedule["share"] = blocks * (numbers + RECORD_NUMBERS * paired)
     kernels = launcher(file, problem, tiles, x, written, boxes, **schedule)
     # Query heads whose rows kernels of their own prepare, and finish
     first, last = (schedule[name] // key_blocks * problem.group for name in ("ahead", "behind"))
