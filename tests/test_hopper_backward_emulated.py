@@ -815,7 +815,7 @@ def test_broken_kernels_that_divide_by_heads_are_caught(name, device_by_name, by
 
 
 # Where a block of threads waits: the thread that adds, or one of the warpgroup APART, whose others wait for it
-TURN = "if (DETERMINISTIC && !has_turn)\n            await_turn(turns(call, block), turn);"
+TURN = "if (DETERMINISTIC && !has_turn) {\n            await_turn(turns(call, block), turn);"
 TURN_APART = "if (DETERMINISTIC && warp == 1 && lane == 0)\n            await_turn(turns(call, block), turn);"
 IN_ORDER = {
     "down": (dict(B=2, Hq=2, Tq=300, d=64, window=(130, 0)), ""),
@@ -837,6 +837,10 @@ IN_ORDER = {
     "longest first behind, d = 128": (dict(B=1, Hq=2, Tq=400, Tk=450, d=128, causal=True), "late"),
     "longest first behind, in the last head": (dict(B=1, Hq=3, Tq=400, Tk=500, d=64, causal=True), "late_in_last_head"),
     "longest first behind, pairs": (dict(B=1, Hq=2, Tq=768, Tk=1024, d=128, causal=True), "late_in_pairs"),
+    "longest first behind, more rows than keys": (dict(B=1, Hq=2, Tq=600, Tk=450, d=128, causal=True), "late"),
+    "longest first behind, by heads": (dict(B=1, Hq=4, Hkv=1, Tq=500, Tk=600, d=64, causal=True), "by_heads"),
+    "longest first behind, packed": (dict(
+        Hq=2, Tq=600, Tk=900, d=128, cu=([0, 120, 120, 590], [2, 250, 370, 900]), causal=True), "late"),
     "longest first behind, lengths": (
         dict(B=3, Hq=1, Tq=350, Tk=500, d=64, causal=True, q_lengths=[350, 129, 0], kv_lengths=[260, 500, 77]), "late"),
     "longest first behind, offsets": (
@@ -873,14 +877,15 @@ def test_each_block_of_keys_adds_in_its_turn(name, early, monkeypatch, taken, re
     emulator.install(monkeypatch, backwards=False)
     case = prepared(options | {"deterministic": True}, "bfloat16")
     turn = "turn" + early * " - (turn > 0)"
-    wrong = f"if (DETERMINISTIC && *turns(call, block) != {turn}) *sums_of_block(call, block) = INFINITE;"
+    wrong = f"if (DETERMINISTIC && *turns(call, block) != {turn}) {{ *sums_of_block(call, block) = INFINITE;"
     whole = compile.source
     assert TURN in whole(FILE, "") and TURN_APART in whole(FILE, "")
 
     def broken(name, preamble):
         text = whole(name, preamble)
         if name == FILE:
-            text = text.replace(TURN, wrong).replace(TURN_APART, "if (warp == 1 && lane == 0)\n            " + wrong)
+            apart = "if (warp == 1 && lane == 0)\n            " + wrong + " }"
+            text = text.replace(TURN, wrong).replace(TURN_APART, apart)
         return text
 
     monkeypatch.setattr(compile, "source", broken)
@@ -903,6 +908,11 @@ BROKEN_IN_ORDER = {
         "longest first behind", "(unsigned)(mine >= work.late ? last - mine", "(unsigned)(true ? last - mine"),
     "turns are as if all came the last one first, pairs": (
         "longest first behind, pairs", "(unsigned)(mine >= work.late ? last - mine", "(unsigned)(true ? last - mine"),
+    "turns are as if all came the last one first, by heads": (
+        "longest first behind, by heads", "(unsigned)(mine >= work.late ? last - mine",
+        "(unsigned)(true ? last - mine"),
+    "turns are as if all came the last one first, packed": (
+        "longest first behind, packed", "(unsigned)(mine >= work.late ? last - mine", "(unsigned)(true ? last - mine"),
     "those before are counted that have no such rows": (
         "longest first behind", "(last < work.late ? 0 : last + 1 - work.late)", "(last + 1 - work.late)"),
 }  # fmt: skip

@@ -28,7 +28,7 @@ BLOCK_ROWS = 128  # with as many a block of threads would be busy for as long as
 COUNTERS = 64  # a multiple of so many lies before dQ's sums
 RECORD_NUMBERS = 160  # of float32 in a record of lse and delta of a block of rows
 FINISHED_ROWS = 64  # of dQ, which a warp writes at once
-DETERMINISTIC_MORE = 4  # times as many heads in a fixed order
+DETERMINISTIC_MORE = 4  # times as many heads in a fixed order that is not the last keys first
 PATCH_ROWS, PATCH_COLUMNS, WARP = 16, 8, 32  # of dQ in mma/split_backward.cu, each added by a warp
 
 
@@ -147,7 +147,7 @@ def _section(problem: Problem, tiles: Tiles, key_blocks: int) -> int:
     threads for each, or with many keys, more or fewer heads, if fewer multiprocessors are idle in the end.
 
     Deterministic, blocks of keys of one head wait for each other: so heads are taken in turn without a band, too, and
-    more of them with one.
+    more of them where a band has a lower end, whose blocks of keys all begin with the same rows.
     """
     band = problem.band.lower is not None or problem.band.upper is not None
     if not (band or problem.deterministic):

@@ -310,8 +310,8 @@ __device__ __forceinline__ void pass_stored(const Call& call, const Work& work, 
 }
 
 // Step by step the dQ_i of each warpgroup to the sums in device memory. This thread's fence lets the copies see what lanes have stored: so these need
-// none each. DETERMINISTIC: in the order of the keys, or against it (LAST_FIRST). A block of threads waits for those alone that began before it. Of the
-// next turn it finds out while the engine adds.
+// none each. DETERMINISTIC: in the order of the grid (key_block). A block of threads waits for those alone that began before it. Of the next turn it
+// finds out while the engine adds.
 __device__ __forceinline__ void add_all(const Call& call, const Work& work, const unsigned char* on_chip, Barrier* barriers)
 {
     int nth = 0, i0 = first_rows(work), parity = 0;
@@ -332,8 +332,10 @@ __device__ __forceinline__ void add_all(const Call& call, const Work& work, cons
         const bool stores = STORES ? i0 < to_be_stored : FIRST_STORES && turn == 0;
         if (STORES && i0 == first_rows(work) && i0 >= to_be_stored)  // of these rows nothing
             pass_stored(call, work, h);
-        if (DETERMINISTIC && !has_turn)
+        if (DETERMINISTIC && !has_turn) {
             await_turn(turns(call, block), turn);
+            fence_device();  // elsewhere pass_turn's
+        }
         float* const sums = sums_of_block(call, block);
 #pragma unroll
         for (int n = 0; n < COMPUTING; n++) {
