@@ -642,7 +642,7 @@ def _stores(problem: Problem) -> bool:
     return (
         _has_upper_end(problem)
         and _padded(problem.d, WGMMA_SLAB) >= _padded(problem.dv, WGMMA_SLAB)
-        and not (problem.ragged or problem.varlen or problem.deterministic or _together(problem))
+        and not (problem.ragged or problem.varlen or problem.deterministic)
         and problem.B * problem.Hkv >= WGMMA_STORED_HEADS * WGMMA_PROCESSORS
         and max(problem.Tq, problem.Tk) <= next(rows for width, rows in WGMMA_STORED.items() if columns <= width)
     )
@@ -674,7 +674,7 @@ def rows_that_see(problem: Problem, j: int, bc: int) -> int:
     """How many rows see some of ``bc`` keys from ``j`` on, if the last row is at the last key."""
     lower, upper = problem.band.bounds()
     offset = problem.Tk - problem.Tq
-    first, end = j - offset - upper, min(j + bc, problem.Tk) - offset - lower
+    first, end = j - offset - upper, j + bc - offset - lower
     return max(min(end, problem.Tq) - max(first, 0), 0)
 
 
@@ -682,7 +682,7 @@ def keys_seen(problem: Problem, i: int, br: int) -> int:
     """How many keys some of ``br`` rows from ``i`` on see, if the last row is at the last key."""
     lower, upper = problem.band.bounds()
     offset = problem.Tk - problem.Tq
-    first, end = i + offset + lower, min(i + br, problem.Tq) + offset + upper
+    first, end = i + offset + lower, i + br + offset + upper
     return max(min(end, problem.Tk) - max(first, 0), 0)
 
 
