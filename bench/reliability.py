@@ -31,7 +31,7 @@ import os
 import sys
 import time
 import traceback
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from dataclasses import asdict, dataclass, field
@@ -129,7 +129,7 @@ def _planned(**changed: Any) -> Iterator[None]:
         yield
 
 
-NEVER, ALWAYS = {0: 1 << 30, 1: 1 << 30}, {0: 0, 1: 0}
+NEVER = {0: 1 << 30, 1: 1 << 30}
 
 
 def planned_as_many() -> contextlib.AbstractContextManager[None]:
@@ -143,9 +143,9 @@ def planned_as_many() -> contextlib.AbstractContextManager[None]:
 def planned_as_long(lag: float = 0.0) -> contextlib.AbstractContextManager[None]:
     """Backward passes inside have what only long ones have else: ``_can_be_fused`` there."""
     return _planned(
-        WGMMA_FUSED=ALWAYS, WGMMA_FUSED_KEYS=1, WGMMA_FUSED_LAG=lag, WGMMA_FUSED_ROWS={64: 0, 128: 0},
-        WGMMA_FUSED_IN_ORDER={64: 0, 128: 0}, WGMMA_FUSED_STORED={64: 0, 128: 0}, WGMMA_PAIRED_ROWS=0,
-        WGMMA_STORED_HEADS=0.0, WGMMA_TOGETHER=NEVER,
+        WGMMA_FUSED=defaultdict(lambda: (0, 0)), WGMMA_FUSED_KEYS=1, WGMMA_FUSED_LAG=lag,
+        WGMMA_FUSED_ROWS={64: 0, 128: 0}, WGMMA_FUSED_IN_ORDER={64: 0, 128: 0}, WGMMA_FUSED_STORED={64: 0, 128: 0},
+        WGMMA_PAIRED_ROWS=0, WGMMA_PAIRED_ODD=defaultdict(int), WGMMA_STORED_HEADS=0.0, WGMMA_TOGETHER=NEVER,
     )  # fmt: skip
 
 

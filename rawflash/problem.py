@@ -17,6 +17,7 @@ import math
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, TypedDict
 
 import numpy as np
@@ -164,7 +165,7 @@ class Problem:
         """What products accumulate in: float32, or float64 for float64 input."""
         return "float64" if self.dtype == "float64" else "float32"
 
-    @property
+    @cached_property  # planning asks for it at each block of keys
     def band(self) -> masks.Band:
         """``causal`` and ``window`` as one band."""
         left, right = self.window if self.window is not None else (None, None)

@@ -118,9 +118,12 @@ WGMMA_BACKWARD_APART = 128  # Br where a warpgroup of its own computes dQ and ad
 WGMMA_BACKWARD_MOST = 256  # head dimension
 WGMMA_BACKWARD_STAGES, WGMMA_BACKWARD_S = {64: 3, 128: 2}, 2  # blocks of Q and dO on chip at once, by Br, and of dS
 # Blocks of threads prepare and finish rows of others while they compute: from so many of them for each multiprocessor
-# and so many blocks of keys on, and where at least so many rows see one, on average (by the wider of d and dv); so many
-# multiprocessors' blocks later and earlier. In a fixed order, where the first one to add stores, from more rows on.
-WGMMA_FUSED, WGMMA_FUSED_KEYS, WGMMA_FUSED_LAG = {0: 4.0, 1: 1.9}, 4, 1.0
+# (by whether there is a fixed order, and a mask; alone, in pairs) and so many blocks of keys on, and where at least so
+# many rows see one, on average (by the wider of d and dv); so many multiprocessors' blocks later and earlier. In a
+# fixed order, where the first one to add stores, from more rows on.
+WGMMA_FUSED = {(False, False): (0.5, 0.5), (False, True): (4.0, 1.9),
+               (True, False): (4.0, 0.4), (True, True): (4.0, 0.4)}  # fmt: skip
+WGMMA_FUSED_KEYS, WGMMA_FUSED_LAG = 4, 1.0
 WGMMA_FUSED_ROWS, WGMMA_FUSED_IN_ORDER = {64: 256, 128: 448}, {64: 544, 128: 640}
 WGMMA_FUSED_STAGES = 2
 # Blocks of threads that the last blocks of keys are divided among, at most, and what one more costs, in steps.
@@ -131,8 +134,10 @@ WGMMA_HEADS_MOST, WGMMA_HEADS_GAIN = 16, 0.9
 # otherwise there would be pairs. Where rows or keys are more than so many.
 WGMMA_TOGETHER, WGMMA_TOGETHER_ROWS = {0: 4, 1: 8}, 512
 # Of rows that see a block of keys, on average: from so many on two blocks of threads go through them together; in a
-# fixed order wherever they can.
+# fixed order wherever they can. Of an odd number of blocks of keys the last one is beside one that does not exist: from
+# so many on (by whether there is a fixed order, and a mask).
 WGMMA_PAIRED_ROWS = 2048
+WGMMA_PAIRED_ODD = {(False, False): 20, (False, True): 34, (True, False): 9, (True, True): 17}
 # The first one of a causal band stores its dQ, so that no sums are cleared: up to so many rows and keys (by the wider
 # of d and dv), where there are so many heads for each multiprocessor; and from so many rows on others prepare some.
 WGMMA_STORED, WGMMA_STORED_HEADS, WGMMA_FUSED_STORED = {64: 1024, 128: 1536}, 0.72, {64: 256, 128: 1 << 30}
@@ -519,16 +524,18 @@ def _wgmma_backward(problem: Problem, chip: Chip) -> Tiles:
     if is_wide(problem):
         return next(tiles for tiles in (_wgmma_wide(chip, d, dv, *stages) for stages in WGMMA_WIDE_STAGES) if tiles)
     processors = chip.processors or WGMMA_PROCESSORS
-    if _can_be_fused(problem):
-        tiles = _wgmma_keys(problem, chip, d, dv, max(int(WGMMA_FUSED_LAG * processors), 1))
-        paired = dict(tiles.constants)["PAIRED"]
-        least = WGMMA_FUSED[paired] * processors
-        blocks = problem.B * problem.Hkv * -(-problem.Tk // tiles.bc)
-        # In a fixed order it takes longer from one turn to the next than a step of 64 rows, unless in pairs
-        slow = problem.deterministic and tiles.br < WGMMA_BACKWARD_APART and not paired
-        if blocks >= least and not (slow or _together(problem, paired)) and tiles.smem_bytes <= chip.on_chip_bytes:
-            return tiles
-    return _wgmma_keys(problem, chip, d, dv, 0)
+    alone = _wgmma_keys(problem, chip, d, dv, 0)
+    if not _can_be_fused(problem):
+        return alone
+    fused = _wgmma_keys(problem, chip, d, dv, max(int(WGMMA_FUSED_LAG * processors), 1))
+    paired, band = dict(fused.constants)["PAIRED"], _has_band(problem)
+    blocks = problem.B * problem.Hkv * -(-problem.Tk // fused.bc)
+    few = blocks < WGMMA_FUSED[problem.deterministic, band][paired] * processors
+    if not (band or problem.deterministic):  # the last blocks are divided, or all of them
+        few = few and alone.divided.threads > 0
+    # In a fixed order it takes longer from one turn to the next than a step of 64 rows, unless in pairs
+    slow = problem.deterministic and fused.br < WGMMA_BACKWARD_APART and not paired
+    return alone if few or slow or _together(problem, paired) or fused.smem_bytes > chip.on_chip_bytes else fused
 
 
 def _wgmma_keys(problem: Problem, chip: Chip, d: int, dv: int, lag: int) -> Tiles:
@@ -536,15 +543,16 @@ def _wgmma_keys(problem: Problem, chip: Chip, d: int, dv: int, lag: int) -> Tile
     br, bc, fused = WGMMA_BACKWARD[max(d, dv)], WGMMA_BACKWARD_KEYS, lag > 0
     stages = WGMMA_FUSED_STAGES if fused else WGMMA_BACKWARD_STAGES[br]
     apart = br == WGMMA_BACKWARD_APART
-    band = not (problem.band.lower is problem.band.upper is None)
+    band = _has_band(problem)
     limits = apart and band  # what hides keys of a thread
     query_blocks, key_blocks = -(-problem.Tq // br), -(-problem.Tk // bc)
     paired = int(
         fused and d == dv == 2 * WGMMA_SLAB
         and (problem.deterministic or _rows_of_keys(problem, bc) >= WGMMA_PAIRED_ROWS)
-        and query_blocks % 2 == key_blocks % 2 == 0
-        and (not band or problem.band.lower is None and problem.Tk % bc == 0)
+        and (key_blocks % 2 == 0 or key_blocks >= WGMMA_PAIRED_ODD[problem.deterministic, band])
+        and problem.band.lower is None
     )  # fmt: skip
+    query_blocks, key_blocks = (_padded(n, 1 + paired) for n in (query_blocks, key_blocks))
     divided = Divided()
     if fused and not band:
         processors = chip.processors or WGMMA_PROCESSORS
@@ -625,9 +633,14 @@ def _divided_by_heads(problem: Problem, processors: int, br: int, bc: int) -> Di
 def _together(problem: Problem, paired: int = 0) -> bool:
     """Does a block of threads of cuda/sm90/fa2_backward.cu go through the same rows of all query heads before the next
     ones? Under a mask it would be at another head than the others, and what all read and add to not be in L2."""
-    band = not (problem.band.lower is problem.band.upper is None)
+    band = _has_band(problem)
     long = max(problem.Tq, problem.Tk) > WGMMA_TOGETHER_ROWS
     return band and long and problem.group >= WGMMA_TOGETHER[paired]
+
+
+def _has_band(problem: Problem) -> bool:
+    """Does a band hide keys?"""
+    return not (problem.band.lower is problem.band.upper is None)
 
 
 def _has_upper_end(problem: Problem) -> bool:

@@ -28,6 +28,7 @@ import sys
 import tempfile
 import time
 import traceback
+from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -157,13 +158,15 @@ AS_THEY_ARE = {name: getattr(tiling, name) for name in (
 def plan_for(name):
     """Let sm_90's own kernels have the calls that are named for them: else such small ones go to cuda/mma. And let
     blocks of threads prepare and finish rows of others where a name says so, and clear dQ's sums as in long calls."""
-    changed = {"WGMMA_FEWEST": 0.0, "WGMMA_STORED_HEADS": 0.0} if name.startswith("warpgroups") else {}
+    changed = {}
+    if name.startswith("warpgroups"):
+        changed = {"WGMMA_FEWEST": 0.0, "WGMMA_STORED_HEADS": 0.0, "WGMMA_FUSED_KEYS": 1 << 30}
     if "by heads" not in name:  # which such small ones are else
         changed |= {"_divided_by_heads": lambda *_: tiling.Divided(), "WGMMA_TOGETHER": {0: 1 << 30, 1: 1 << 30}}
     if "sums cleared" in name:
         changed["WGMMA_STORED"] = {64: 0, 128: 0}
     if name.startswith("warpgroups, rows of others"):
-        changed |= {"WGMMA_FUSED": {0: 0, 1: 0}, "WGMMA_FUSED_KEYS": 1, "WGMMA_FUSED_LAG": 0.0,
+        changed |= {"WGMMA_FUSED": defaultdict(lambda: (0, 0)), "WGMMA_FUSED_KEYS": 1, "WGMMA_FUSED_LAG": 0.0,
                     "WGMMA_FUSED_ROWS": {64: 0, 128: 0}, "WGMMA_FUSED_IN_ORDER": {64: 0, 128: 0},
                     "WGMMA_FUSED_STORED": {64: 0, 128: 0}}  # fmt: skip
     paired = "pairs" in name

@@ -4,6 +4,8 @@ A drawn problem is run by one algorithm, drawn with it: every problem is a kerne
 longer than running it.
 """
 
+from collections import defaultdict
+
 import numpy as np
 import pytest
 from gpu import ALGORITHMS, KINDS, on_gpu, to_cupy, to_host, to_kind
@@ -48,7 +50,7 @@ PLANNED = (
     "test_keys_in_parts", "test_rows_of_whole_chunks", "test_the_first_dQ", "test_rows_that_others",
     "test_blocks_of_keys", "test_pairs", "test_a_thousand_calls",
 )  # fmt: skip
-NEVER, ALWAYS = {0: 1 << 30, 1: 1 << 30}, {0: 0, 1: 0}
+NEVER = {0: 1 << 30, 1: 1 << 30}
 FUSED_ROWS = ("WGMMA_FUSED_ROWS", "WGMMA_FUSED_IN_ORDER", "WGMMA_FUSED_STORED")
 SHARDS = 30  # tests that draw: they are shared out to processes
 PROBLEMS_A_SHARD = 40  # 1,200 problems
@@ -303,7 +305,7 @@ def test_the_first_dQ_is_stored(name, dtype, monkeypatch):
 
 def shortest_lag(monkeypatch):
     as_large_ones(monkeypatch)
-    for name, value in (("WGMMA_FUSED", ALWAYS), ("WGMMA_FUSED_KEYS", 1), ("WGMMA_FUSED_LAG", 0.0),
+    for name, value in (("WGMMA_FUSED", defaultdict(lambda: (0, 0))), ("WGMMA_FUSED_KEYS", 1), ("WGMMA_FUSED_LAG", 0.0),
                         *((name, {64: 0, 128: 0}) for name in FUSED_ROWS)):  # fmt: skip
         monkeypatch.setattr(tiling, name, value)
 
@@ -381,6 +383,8 @@ PAIRED = {
     "parts of blocks": dict(Hq=40, Tq=370, Tk=500, d=128),
     "groups": dict(B=2, Hq=12, Hkv=4, Tq=256, Tk=768, d=128),
     "other columns": dict(Hq=30, Tq=330, Tk=250, d=96, dv=72),
+    "an odd block of keys": dict(Hq=40, Tq=370, Tk=330, d=128),
+    "odd blocks of both": dict(B=2, Hq=12, Hkv=4, Tq=300, Tk=640, d=128),
     "divided": dict(Hq=7, Tq=1000, Tk=700, d=128),
     "divided, groups": dict(B=2, Hq=6, Hkv=3, Tq=640, Tk=500, d=128),
     "causal": dict(Hq=40, Tq=512, Tk=512, d=128, causal=True),
@@ -388,18 +392,26 @@ PAIRED = {
     "causal, more rows": dict(Hq=40, Tq=1000, Tk=512, d=96, dv=72, causal=True),
     "causal, groups": dict(B=2, Hq=12, Hkv=4, Tq=384, Tk=768, d=128, causal=True),
     "causal, offsets": dict(B=3, Hq=20, Tq=512, Tk=512, d=128, causal=True, q_offset=np.array([-170, 3, 900])),
+    "causal, odd blocks of both": dict(B=2, Hq=12, Hkv=4, Tq=580, Tk=640, d=128, causal=True),
+    "causal, keys that do not exist": dict(B=3, Hq=20, Tq=500, Tk=500, d=128, causal=True),
+    "causal, keys that do not exist, offsets": dict(
+        B=3, Hq=20, Tq=500, Tk=610, d=128, causal=True, q_offset=np.array([-170, 3, 900])),
     "a window without a lower end": dict(Hq=30, Tq=640, Tk=512, d=128, window=(None, 37)),
     "deterministic": dict(Hq=60, Tq=384, Tk=512, d=128, deterministic=True),
     "divided, deterministic": dict(Hq=7, Tq=1000, Tk=700, d=128, deterministic=True),
     "deterministic, causal": dict(B=3, Hq=40, Hkv=20, Tq=640, Tk=768, d=128, causal=True, deterministic=True),
     "deterministic, causal, offsets": dict(
         B=3, Hq=20, Tq=500, Tk=512, d=128, causal=True, q_offset=np.array([-170, 3, 900]), deterministic=True),
+    "deterministic, odd blocks of both": dict(B=2, Hq=12, Hkv=4, Tq=300, Tk=640, d=128, deterministic=True),
+    "deterministic, causal, odd blocks of both": dict(
+        B=3, Hq=40, Hkv=20, Tq=820, Tk=820, d=128, causal=True, deterministic=True),
 }
 
 
 def pairs(monkeypatch, name):
     monkeypatch.setattr(problem, "_MEMO", {})
     monkeypatch.setattr(tiling, "WGMMA_PAIRED_ROWS", 0)
+    monkeypatch.setattr(tiling, "WGMMA_PAIRED_ODD", defaultdict(int))
     shortest_lag(monkeypatch)
     if name.startswith("divided"):
         monkeypatch.setattr(tiling, "WGMMA_FUSED_LAG", 6.5 / tiling.WGMMA_PROCESSORS)
@@ -432,7 +444,9 @@ def test_pairs_and_a_row_of_nan(monkeypatch):
     assert np.isnan(dk).all() and np.isnan(dv[..., 3]).all()
 
 
-@pytest.mark.parametrize("T, causal", [(2048, False), (4096, False), (8192, False), (4096, True), (8192, True)])
+@pytest.mark.parametrize("T, causal", [
+    (2048, False), (4096, False), (8192, False), (4096, True), (8192, True), (4160, False), (4450, True),
+])  # fmt: skip
 def test_pairs_as_planned(T, causal, monkeypatch):
     """The same gradients as without them, in long calls, whose last blocks of keys are divided without a mask."""
     import cupy

@@ -1,5 +1,6 @@
 """The backward kernels of sm_90 against the oracle, on the CPU (-m emulated): copies, barriers, warpgroups and all."""
 
+from collections import defaultdict
 from contextlib import nullcontext
 from dataclasses import replace
 
@@ -308,9 +309,9 @@ def check_what_overflows(taken, d=64, T=150):
     assert taken
 
 
-def one_large_key(d, dtype):
+def one_large_key(d, dtype, **more):
     """out is v, so that dQ and dK are 0; but delta, 2^16 d, is outside of float16, and exp(-lse) of float32."""
-    case = make(Tq=3, Tk=1, d=d, dtype=dtype)
+    case = make(**dict(Tq=3, Tk=1) | more, d=d, dtype=dtype)
     case.q[:], case.k[:], case.v[:], case.dout[:], case.dlse[:] = 128, -1, 256, 256, 0
     return case
 
@@ -322,8 +323,8 @@ def test_keys_that_do_not_exist_have_no_share(d, dtype, device_by_name, taken):
     assert taken
 
 
-def check_a_large_key(d, dtype):
-    moved = on_device(one_large_key(d, dtype))
+def check_a_large_key(d, dtype, **more):
+    moved = on_device(one_large_key(d, dtype, **more))
     dq, dk = (np.asarray(gradient).astype(np.float64) for gradient in moved.backward(*moved.forward())[:2])
     assert not dq.any() and not dk.any()
 
@@ -404,7 +405,7 @@ FUSED = {
 @pytest.fixture
 def fused(monkeypatch):
     """Small problems, too; rows of a head are prepared by blocks of threads of the second head before it."""
-    monkeypatch.setattr(tiling, "WGMMA_FUSED", {0: 0, 1: 0})
+    monkeypatch.setattr(tiling, "WGMMA_FUSED", defaultdict(lambda: (0, 0)))
     monkeypatch.setattr(tiling, "WGMMA_FUSED_KEYS", 1)
     monkeypatch.setattr(tiling, "WGMMA_FUSED_LAG", 0.0)
     monkeypatch.setattr(tiling, "WGMMA_FUSED_ROWS", {64: 0, 128: 0})
@@ -567,6 +568,7 @@ def test_calls_whose_rows_have_kernels_of_their_own(more, device_by_name, fused,
 @pytest.fixture
 def paired(monkeypatch, fused):
     monkeypatch.setattr(tiling, "WGMMA_PAIRED_ROWS", 0)
+    monkeypatch.setattr(tiling, "WGMMA_PAIRED_ODD", defaultdict(int))
 
 
 PAIRED = {
@@ -576,7 +578,19 @@ PAIRED = {
     "groups": dict(B=2, Hq=4, Hkv=2, Tq=128, Tk=256),
     "more rows than keys": dict(B=1, Hq=3, Hkv=1, Tq=384, Tk=256),
     "rows and keys that do not exist": dict(B=1, Hq=2, Tq=100, Tk=220),
+    "an odd block of keys": dict(B=1, Hq=2, Tq=256, Tk=300),
+    "an odd block of rows": dict(B=2, Hq=2, Tq=192, Tk=256),
+    "odd blocks of both": dict(B=2, Hq=4, Hkv=2, Tq=300, Tk=384),
     "causal": dict(B=1, Hq=2, Tq=512, Tk=512, causal=True),
+    "causal, an odd block of keys": dict(B=1, Hq=2, Tq=384, Tk=384, causal=True),
+    "causal, an odd block of rows": dict(B=2, Hq=1, Tq=320, Tk=256, causal=True),
+    "causal, odd blocks of both": dict(B=2, Hq=4, Hkv=2, Tq=300, Tk=384, causal=True),
+    "causal, an odd block of keys, offsets": dict(
+        B=4, Hq=1, Tq=256, Tk=384, causal=True, q_offset=np.array([-170, 64, 300, 1000])),
+    "causal, keys that do not exist": dict(B=1, Hq=2, Tq=300, Tk=500, causal=True),
+    "causal, keys that do not exist, an odd block": dict(B=1, Hq=2, Tq=330, Tk=330, causal=True),
+    "causal, keys that do not exist, offsets": dict(
+        B=4, Hq=1, Tq=256, Tk=300, causal=True, q_offset=np.array([-170, 0, 60, 1000])),
     "causal, fewer rows": dict(B=2, Hq=1, Tq=128, Tk=512, causal=True),
     "causal, more rows": dict(B=1, Hq=1, Tq=512, Tk=256, causal=True),
     "causal, rows that do not exist": dict(B=1, Hq=1, Tq=360, Tk=256, causal=True),
@@ -636,6 +650,28 @@ def test_what_overflows_is_hidden_in_pairs(device_by_name, paired, taken, zeros)
     assert zeros[0][0]["PAIRED"] == 1
 
 
+KEYS_THAT_DO_NOT_EXIST = {  # a whole block, or part of one; under the mask, rows see keys behind the last one
+    "a block": dict(Tk=128), "some": dict(Tk=200),
+    "causal, a block": dict(Tk=128, causal=True, q_offset=1000),
+    "causal, some": dict(Tk=200, causal=True, q_offset=1000),
+}
+
+
+@pytest.mark.parametrize("name", KEYS_THAT_DO_NOT_EXIST)
+def test_keys_of_pairs_that_do_not_exist_have_no_share(name, device_by_name, paired, taken, zeros):
+    check_a_large_key(128, "float16", Tq=128, **KEYS_THAT_DO_NOT_EXIST[name])
+    assert taken and zeros[0][0]["PAIRED"] == 1
+
+
+@pytest.mark.parametrize("name", KEYS_THAT_DO_NOT_EXIST)
+def test_keys_of_pairs_that_do_not_exist_and_have_a_share_are_caught(name, device_by_name, paired, zeros, monkeypatch):
+    old, new = ("BAND && !PAIRED ||", "BAND ||") if "causal" in name else ("0.0f : -INFINITE", "0.0f : 0.0f")
+    break_backward(monkeypatch, old, new)
+    with pytest.raises(AssertionError):
+        check_a_large_key(128, "float16", Tq=128, **KEYS_THAT_DO_NOT_EXIST[name])
+    assert zeros[0][0]["PAIRED"] == 1
+
+
 def test_pairs_of_blocks_without_dlse(device_by_name, paired, taken, zeros):
     case = prepared(PAIRED["heads"], "bfloat16")
     case.dlse = None
@@ -644,7 +680,7 @@ def test_pairs_of_blocks_without_dlse(device_by_name, paired, taken, zeros):
 
 
 @pytest.mark.parametrize("more", [
-    dict(Tk=384), dict(Tq=192), dict(causal=True, Tk=250), dict(window=(70, 0)), dict(d=64), dict(dv=64),
+    dict(window=(70, 0)), dict(d=64), dict(dv=64),
 ], ids=lambda more: next(iter(more)))  # fmt: skip
 def test_calls_without_pairs(more, device_by_name, paired, taken, zeros):
     case = prepared(PAIRED["two steps"] | more, "bfloat16")
@@ -1108,6 +1144,13 @@ BROKEN_PAIRED_CAUSAL = {
     "each block begins with its own rows": ("causal", "work.j0 / KEYS * KEYS - s.offset", "work.j0 - s.offset"),
     "rows begin anywhere": ("causal, offsets", "work.i_high) / ROWS * ROWS;", "work.i_high) / BR * BR;"),
     "no key is before the first row": ("causal, everything visible", "-BC, q_length) : 0;", "0, q_length) : 0;"),
+    "blocks of rows are not even": (
+        "causal, odd blocks of both", "(call.Tq + ROWS - 1) / ROWS << PAIRED", "(call.Tq + BR - 1) / BR"),
+    "records of rows that do not exist are the next head's": (
+        "causal, odd blocks of both", "+ 2 * BR - 1) / (2 * BR) * 2;", "+ BR - 1) / BR;"),
+    "a block of rows has one step": (
+        "causal, odd blocks of both", "work.i_low + STEP_ROWS - 1) / STEP_ROWS * (1 << PAIRED)",
+        "work.i_low + BR - 1) / BR"),
     "nobody has rows, and K is copied": (
         "causal, nothing visible", "    if (work.steps == 0)\n        return;\n    arrive_expecting",
         "    arrive_expecting"),

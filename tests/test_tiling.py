@@ -731,19 +731,28 @@ def test_clusters_are_divided_as_a_whole(blocks, rows, group, processors):
 
 @pytest.mark.parametrize("options, paired", [
     (dict(), 1), (dict(B=1, Tq=16384, Tk=16384), 1), (dict(d=96, dv=72), 1), (dict(Hq=64, Hkv=16), 1),
-    (dict(Tq=2048), 1), (dict(Tq=1920), 0), (dict(Tq=4159), 0), (dict(Tq=4161), 1), (dict(Tk=4097), 0),
+    (dict(Tq=2048), 1), (dict(Tq=1920), 0), (dict(Tq=4159), 1), (dict(Tq=4161), 1), (dict(Tk=4097), 1),
     (dict(Tk=4225), 1), (dict(causal=True), 1), (dict(causal=True, Tq=3840, Tk=3840), 0), (dict(window=(None, 9)), 1),
-    (dict(causal=True, Tq=2048), 0), (dict(causal=True, Tk=4225), 0), (dict(causal=True, Tq=4224), 1),
+    (dict(causal=True, Tq=2048), 0), (dict(causal=True, Tk=4225), 1), (dict(causal=True, Tq=4224), 1),
     (dict(window=(3000, 0)), 0), (dict(window=(3000, None)), 0), (dict(causal=True, deterministic=True), 1),
     (dict(deterministic=True), 1), (dict(causal=True, B=16, Tq=1024, Tk=1024, deterministic=True), 0),
     (dict(B=16, Tq=1024, Tk=1024, deterministic=True), 1), (dict(B=32, Tq=512, Tk=512, deterministic=True), 0),
     (dict(causal=True, B=16, Tq=1024, Tk=1024), 0), (dict(ragged=True), 0), (dict(sinks=True), 0),
     (dict(d=64, dv=64), 0), (dict(dv=64), 0), (dict(d=256, dv=256), 0), (dict(Hq=4, Hkv=4), 1),
-    (dict(Hq=1, Hkv=1), 0), (dict(Hq=32, Hkv=4, causal=True), 0), (dict(Hq=32, Hkv=8, causal=True), 1),
+    (dict(Hq=32, Hkv=4, causal=True), 0), (dict(Hq=32, Hkv=8, causal=True), 1),
+    # An odd number of blocks of keys
+    (dict(Tk=2560), 1), (dict(Tk=2432), 0), (dict(Tk=2688), 1), (dict(causal=True, Tq=4224, Tk=4224), 0),
+    (dict(causal=True, Tq=4450, Tk=4450), 1), (dict(Tk=1152, deterministic=True), 1),
+    (dict(Tk=896, deterministic=True), 0), (dict(causal=True, Tq=2176, Tk=2176, deterministic=True), 1),
+    (dict(causal=True, Tq=1920, Tk=1920, deterministic=True), 0),
+    # Few blocks of keys
+    (dict(Hq=1, Hkv=1), 1), (dict(Hq=1, Hkv=1, causal=True), 0), (dict(B=1, Hq=2, Hkv=2), 0),
+    (dict(Hq=1, Hkv=1, causal=True, deterministic=True), 1), (dict(B=1, Hq=2, Hkv=2, deterministic=True), 1),
+    (dict(B=1, Hq=1, Hkv=1, deterministic=True), 0),
 ])  # fmt: skip
 def test_which_calls_have_pairs_of_blocks_of_threads(options, paired):
-    """Long ones at d = 128, whose rows others prepare; with all blocks of keys and of rows in pairs. Under a mask whose
-    band has no lower end, if all of those keys exist, and by how many rows see one on average."""
+    """Long ones at d = 128, whose rows others prepare. Under a mask whose band has no lower end, by how many rows see a
+    block of keys on average; where a block is alone, by how many there are."""
     fixed = dict(B=4, Hq=16, Hkv=16, Tq=4096, Tk=4096, d=128, dv=128, dtype="bfloat16", backend="cupy_raw")
     tiles = plan_tiles(problem(**(fixed | options)), H200, "backward")
     assert tiles.family == tiling.WGMMA and dict(tiles.constants).get("PAIRED", 0) == paired
@@ -751,7 +760,7 @@ def test_which_calls_have_pairs_of_blocks_of_threads(options, paired):
 
 
 @pytest.mark.parametrize("options, fused", [
-    (dict(), 1), (dict(Tq=4225), 0), (dict(Tk=4225), 1), (dict(causal=True, Tk=4225), 0), (dict(window=(9000, 0)), 0),
+    (dict(), 1), (dict(Tq=4225), 1), (dict(Tk=896), 0), (dict(causal=True, Tk=1920), 0), (dict(window=(9000, 0)), 0),
     (dict(causal=True, B=16, Tq=1024, Tk=1024), 0), (dict(causal=True, B=8, Tq=2048, Tk=2048), 1),
     (dict(d=64, dv=64), 1), (dict(d=64, dv=64, Tq=4225), 1), (dict(d=64, dv=64, Tk=4225, causal=True), 1),
     (dict(d=64, dv=64, B=32, Tq=512, Tk=512), 0), (dict(d=64, dv=64, B=16, Tq=1024, Tk=1024, causal=True), 1),
@@ -763,6 +772,22 @@ def test_which_calls_in_a_fixed_order_have_rows_that_others_prepare(options, fus
     constants = dict(tiles.constants)
     assert tiles.family == tiling.WGMMA and constants["FUSED"] == fused
     assert constants["PAIRED"] == (fused and tiles.br == 64) and constants["APART"] == (tiles.br == 128)
+
+
+@pytest.mark.parametrize("d", [64, 128])
+@pytest.mark.parametrize("options, fused", [
+    (dict(), 1), (dict(B=2), 1), (dict(B=1, T=8192), 1), (dict(B=1, T=1024), 1), (dict(B=1, T=1024, causal=True), 0),
+    (dict(B=8, T=384), 0), (dict(B=8, T=512), 1), (dict(T=2048, causal=True), 0), (dict(B=1, Hq=1), 0),
+    (dict(B=1, Hq=8, Hkv=2), 0), (dict(B=1, Hq=6, Hkv=6, T=1024), 1), (dict(B=4, Hq=16, T=2048, causal=True), 1),
+    (dict(sinks=True), 0),
+])  # fmt: skip
+def test_which_calls_have_rows_that_others_prepare(options, fused, d):
+    """Without a mask all that are long enough, unless they have few blocks of keys, which are divided by heads then."""
+    options = dict(B=4, Hq=8, T=4096) | options
+    T, Hkv = options.pop("T"), options.pop("Hkv", options["Hq"])
+    tiles = plan_tiles(
+        problem(**options, Hkv=Hkv, Tq=T, Tk=T, d=d, dv=d, dtype="bfloat16", backend="cupy_raw"), H200, "backward")
+    assert tiles.family == tiling.WGMMA and (tiles.lag > 0) == fused
 
 
 lengths = st.lists(st.integers(1, 40), min_size=1, max_size=9)

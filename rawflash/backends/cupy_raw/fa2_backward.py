@@ -80,11 +80,13 @@ def _wgmma(problem: Problem, tiles: Tiles, x: Operands, grads: dict[str, Target]
     written = {"d" + name: grads[name] for name in ("q", "k", "v")}
     file, threads = (FILE_WIDE, WIDE_THREADS) if is_wide(problem) else (FILE_WGMMA, WGMMA_THREADS)
     threads += WARPGROUP * constants.get("APART", 0)
-    key_blocks, query_blocks = blocks_of(problem.Tk, tiles.bc), blocks_of(problem.Tq, tiles.br)
+    paired = constants.get("PAIRED", 0)
+    together = 1 + paired  # as many blocks of keys go through as many blocks of rows; those that do not exist are zeros
+    key_blocks = blocks_of(problem.Tk, tiles.bc * together) * together
+    query_blocks = blocks_of(problem.Tq, tiles.br * together) * together
     # Packed sequences begin new blocks; how many all of them have may be known on the device only
     blocks = heads * (rows // tiles.br + problem.B if problem.varlen else query_blocks)
     numbers = tiles.br * columns
-    paired = constants.get("PAIRED", 0)
     schedule = x.memo.get("schedule")
     if schedule is None:
         schedule = x.memo["schedule"] = _schedule(problem, tiles, key_blocks)

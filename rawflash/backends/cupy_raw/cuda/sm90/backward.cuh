@@ -104,14 +104,17 @@ __device__ __forceinline__ Work work_of(const Call& call)
         work.i_high = row + 1 < of_rows ? low + blocks * (row + 1) / of_rows * BR : work.i_high;
         work.stride = (DETERMINISTIC ? !LAST_FIRST : BAND && blockIdx.x / (unsigned)call.at_once % 2 == 0) ? -BR : BR;
     }
-    work.steps = work.i_high > work.i_low ? (work.i_high - work.i_low + BR - 1) / BR * work.heads : 0;
+    constexpr int STEP_ROWS = BR << PAIRED;
+    work.steps = work.i_high > work.i_low ? (work.i_high - work.i_low + STEP_ROWS - 1) / STEP_ROWS * (1 << PAIRED) * work.heads : 0;
     return work;
 }
 
-// The sums of dQ lie in blocks of BR rows and TO_D columns; a sequence begins a new one. How many a head has, and where those of one begin.
+// The sums of dQ lie in blocks of BR rows and TO_D columns; a sequence begins a new one. How many a head has (PAIRED: an even number), and where those
+// of one begin.
 __device__ __forceinline__ long long blocks_of_head(const Call& call)
 {
-    return PACKED ? call.rows_q / BR + call.B : (call.Tq + BR - 1) / BR;
+    constexpr int ROWS = BR << PAIRED;
+    return PACKED ? call.rows_q / BR + call.B : (call.Tq + ROWS - 1) / ROWS << PAIRED;
 }
 
 __device__ __forceinline__ long long first_block(const Call& call, long long b, long long h, long long q_start)

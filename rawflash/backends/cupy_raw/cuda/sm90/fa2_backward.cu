@@ -9,9 +9,9 @@
 // to add; dK, and with 64 rows half of dV, is under way meanwhile. PAIRED: two blocks of threads with neighbouring keys of a head are a cluster and
 // go through the same rows, 128 after 128. Each computes dQ of 64 of these, whose sum goes over the keys of both, so that half as much is added: of
 // the other 64, which it has first, its dS goes to the other one's shared memory, and is there by the time that one needs it. Where a mask hides keys,
-// its band has no lower end, and both go through the rows that see a key of either. DIVIDED: the last blocks of keys have several blocks of threads,
-// each for some of the rows, or, where there are few, all of them, each for some of the query heads (backward.cuh). TOGETHER: the same rows of all
-// query heads that a block of threads has come one after the other.
+// its band has no lower end, and both go through the rows that see a key of either. Of an odd number of blocks of keys, or of rows, one more is
+// zeros. DIVIDED: the last blocks of keys have several blocks of threads, each for some of the rows, or, where there are few, all of them, each for
+// some of the query heads (backward.cuh). TOGETHER: the same rows of all query heads that a block of threads has come one after the other.
 // On chip:  K (Bc, d), V (Bc, dv), STAGES of Q (Br, d) and dO (Br, dv), two dS (Bc, Br) in 16 bits; dQ (Br, d) or none; lse and delta (Br), barriers;
 //           in registers S (Bc, Br), dP (Bc, 64), dK (Bc, d), dV (Bc, dv), dQ (Br, d), of V (Bc, 16 V_HELD), of K (16 K_HELD, d).
 //           PAIRED: K of the other block of threads (Bc, d), dS of both; dS to be sent lies where half of dQ comes; no columns of V that are in
@@ -574,8 +574,8 @@ __device__ __forceinline__ void compute_all(const Call& call, const Work& work, 
     if (work.steps > 0) {
         const float scale = (float)(call.scale * (double)LOG2E);
         const int q_length = work.q_length, left = (int)least(work.kv_length - work.j0, BC);  // keys of the block
-        // Of the lane's two keys: the rows that see them, none if the key does not exist; without a band, the most that an exponent may be there,
-        // in float16, where dS may be infinite. Between the warpgroup's keys and rows that are `seen`, some are visible, and all that exist with
+        // Of the lane's two keys: the rows that see them, none if the key does not exist; without a band and in pairs, the most that an exponent may be
+        // there, in float16, where dS may be infinite. Between the warpgroup's keys and rows that are `seen`, some are visible, and all that exist with
         // rows that are `plain`.
         unsigned first[2], count[2];
         float most[2];
@@ -590,7 +590,7 @@ __device__ __forceinline__ void compute_all(const Call& call, const Work& work, 
                 first[e] = low - 2 * (lane % 4), count[e] = y < left ? high - low : 0;
             }
         }
-        // PAIRED, where a band has no lower end and all keys exist: the row from which on the block's first key is seen; the next one is a row later
+        // PAIRED, where a band has no lower end: the row from which on the block's first key is seen; the next one is a row later
         const int first_seen = BAND && PAIRED ? (int)clamp(work.j0 - work.offset - call.band_upper, -BC, q_length) : 0;
         if constexpr (BAND && !PAIRED) {
             const long long j = work.j0 + first_key - work.offset;
@@ -836,7 +836,7 @@ __device__ __forceinline__ void compute_all(const Call& call, const Work& work, 
 #pragma unroll
                 for (int n = 0; n < PART / 2; n++)
                     x[n] = exp2_approximately(least_or_nan(fmaf(S[r * (PART / 2) + n], unit[0], -of_row(rows_lse, lse, n)),
-                                                           BAND || TYPE == BFLOAT16 ? 0.0f : most[n / 2 % 2]));
+                                                           BAND && !PAIRED || TYPE == BFLOAT16 ? 0.0f : most[n / 2 % 2]));
                 if (hides)
                     hide(x, limit);
 #pragma unroll
@@ -1069,7 +1069,7 @@ extern "C" __global__ void __launch_bounds__(KEYS_THREADS, 1) CLUSTER fa2_backwa
         fence_shared();
     }
     const Work work = work_of(call);
-    if (work.j0 >= (PACKED ? work.kv_length : call.Tk))
+    if (PACKED && work.j0 >= work.kv_length)
         return;
     // Barriers are there
     if constexpr (PAIRED)
@@ -1130,7 +1130,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) fa2_backward_rows(const __
 extern "C" __global__ void __launch_bounds__(THREADS) fa2_backward_finish(const __grid_constant__ Call call)
 {
     extern __shared__ __align__(SLAB_ALIGNMENT) unsigned char on_chip[];
-    const long long blocks = (call.Tq + BR - 1) / BR;
+    const long long blocks = PACKED ? (call.Tq + BR - 1) / BR : blocks_of_head(call);
     const unsigned number = (unsigned)(blocks * call.B * call.Hq) - 1 - blockIdx.x;  // the last sums first, of which L2 may have some yet
     const long long block = number % blocks, bh = number / blocks, b = bh / call.Hq, h = bh % call.Hq;
     const Sequence s = sequence(call, b);

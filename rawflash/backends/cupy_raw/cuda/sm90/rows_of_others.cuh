@@ -16,7 +16,7 @@ struct Share {
 // Of a head's blocks of rows, how many are for the blocks of keys before this one: as many for each, or fewer where fewer rows see them.
 __device__ __forceinline__ int rows_before(const Call& call, unsigned block)
 {
-    const int rows = ((int)call.Tq + BR - 1) / BR;
+    const int rows = (int)blocks_of_head(call);
     float rest = (float)((unsigned)call.blocks - block) / (float)(unsigned)call.blocks;
     if (BAND && call.band_lower <= -call.Tk)
         rest *= rest;
@@ -145,7 +145,7 @@ __device__ __forceinline__ void prepare_rows(const MappedCall& argument, unsigne
             if (DLSE && exists)
                 gamma[r] -= *row_of(call.dlse, share.b, share.h, i);
             if constexpr (PAIRED) {
-                const unsigned blocks = (once_more((unsigned)call.Tq) + BR - 1) / BR;
+                const unsigned blocks = (once_more((unsigned)call.Tq) + 2 * BR - 1) / (2 * BR) * 2;
                 store_record(record_of_block(call, (share.b * (unsigned)call.Hq + share.h) * blocks + share.block), row,
                              exists ? *row_of(call.lse, share.b, share.h, i) : -INFINITE, exists ? gamma[r] : 0.0f);
                 __syncwarp();  // one row after the other, as registers are few
