@@ -120,11 +120,11 @@ WGMMA_BACKWARD_STAGES, WGMMA_BACKWARD_S = {64: 3, 128: 2}, 2  # blocks of Q and 
 # Blocks of threads prepare and finish rows of others while they compute: from so many of them for each multiprocessor
 # (by whether there is a fixed order, and a mask; alone, in pairs) and so many blocks of keys on, and where at least so
 # many rows see one, on average (by the wider of d and dv); so many multiprocessors' blocks later and earlier. In a
-# fixed order, where the first one to add stores, from more rows on.
+# fixed order, where the first one to add stores unless this is done, from more rows on.
 WGMMA_FUSED = {(False, False): (0.5, 0.5), (False, True): (4.0, 1.9),
-               (True, False): (4.0, 0.4), (True, True): (4.0, 0.4)}  # fmt: skip
+               (True, False): (4.0, 0.0), (True, True): (4.0, 0.4)}  # fmt: skip
 WGMMA_FUSED_KEYS, WGMMA_FUSED_LAG = 4, 1.0
-WGMMA_FUSED_ROWS, WGMMA_FUSED_IN_ORDER = {64: 256, 128: 448}, {64: 544, 128: 640}
+WGMMA_FUSED_ROWS, WGMMA_FUSED_IN_ORDER = {64: 256, 128: 448}, {64: 544, 128: 768}
 WGMMA_FUSED_STAGES = 2
 # Blocks of threads that the last blocks of keys are divided among, at most, and what one more costs, in steps.
 WGMMA_DIVIDED_MOST, WGMMA_DIVIDED_COST = 8, 6.0
@@ -563,6 +563,7 @@ def _wgmma_keys(problem: Problem, chip: Chip, d: int, dv: int, lag: int) -> Tile
         divided = _divided_by_heads(problem, chip.processors or WGMMA_PROCESSORS, br, bc)
     together = not fused and (divided.threads > 0 or _together(problem))
     stores = _stores(problem) and not (paired or together)
+    first_stores = problem.deterministic and (not fused or paired or apart and band)  # else no registers for it
     last_first = stores or problem.deterministic and _has_upper_end(problem)
     resident = (
         *((Tile("delta", 8, WGMMA_SLAB, 2),) if paired else ()),  # in three parts of 16 bits: rows of a slab
@@ -589,7 +590,7 @@ def _wgmma_keys(problem: Problem, chip: Chip, d: int, dv: int, lag: int) -> Tile
     return Tiles(br, bc, resident, chip.name, chip.on_chip_bytes, JI, family=WGMMA, lag=lag, divided=divided,
                  constants=(("FUSED", int(fused)), ("APART", int(apart)), ("STORES", int(stores)),
                             ("DIVIDED", int(divided.threads > 0)), ("TOGETHER", int(together)), ("PAIRED", paired),
-                            ("LAST_FIRST", int(last_first))))  # fmt: skip
+                            ("LAST_FIRST", int(last_first)), ("FIRST_STORES", int(first_stores))))  # fmt: skip
 
 
 def _divided(blocks: int, rows: int, group: int, processors: int, together: int = 1) -> Divided:
@@ -665,7 +666,7 @@ def _can_be_fused(problem: Problem) -> bool:
     """Can blocks of threads of cuda/sm90/fa2_backward.cu prepare and finish rows of others while they compute?"""
     columns, blocks = max(problem.d, problem.dv), -(-problem.Tk // WGMMA_BACKWARD_KEYS)
     least = WGMMA_FUSED_IN_ORDER if problem.deterministic else WGMMA_FUSED_ROWS
-    if _stores(problem):
+    if _stores(problem) or problem.deterministic and _has_band(problem) and columns <= WGMMA_SLAB:
         least = WGMMA_FUSED_STORED
     rows = next(rows for width, rows in least.items() if columns <= width)
     return (

@@ -105,8 +105,9 @@ def _wgmma(problem: Problem, tiles: Tiles, x: Operands, grads: dict[str, Target]
     counters = blocks_of(counters, COUNTERS) * COUNTERS
     shares = tiles.divided.threads
     dQ = kernels.workspace(counters + schedule["share"] + shares * tiles.bc * (columns + to_v))
-    cleared = query_blocks * first if tiles.lag and not stores else blocks
-    if (stores or problem.deterministic and not tiles.lag) and _all_see_keys(problem, x):  # the first one stores
+    first_stores = stores or constants.get("FIRST_STORES", 0)
+    cleared = query_blocks * first if tiles.lag and not first_stores else blocks
+    if first_stores and _all_see_keys(problem, x):
         cleared = 0
     dQ.data.memset_async(0, 4 * (counters + numbers * cleared))
     call = _call(kernels, problem, x, grads, delta, dQ, key_blocks, counters)

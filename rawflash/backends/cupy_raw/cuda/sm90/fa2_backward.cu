@@ -47,7 +47,7 @@ static_assert(KEYS == 64 && BR % SLAB == 0, "what products can do");
 // Steps of SUM columns of dP = V dO^T whose factor V is in registers, not in shared memory, which is what bounds this kernel: as many as there is
 // room for. LIMITS_ON_CHIP: what hides keys of a lane is in shared memory, as few blocks of rows need it; where no product reads that slab of V any
 // more, there.
-constexpr int V_HELD = APART ? STORES ? 1 : 3 : BR == 128 ? TO_V / SUM : 4;
+constexpr int V_HELD = APART ? STORES || FUSED && FIRST_STORES ? 2 : 3 : BR == 128 ? TO_V / SUM : 4;
 constexpr bool LIMITS_ON_CHIP = BAND && !PAIRED && (BR == 64 || APART);
 constexpr bool ROWS_FIRST = BR == 64;  // lse is read before S is there, delta before the first of it is needed: faster there, slower elsewhere
 // dP begins with -delta instead of 0: APART, where warpgroups do not wait for each other, so that its rows are read before products begin, not behind
@@ -65,6 +65,7 @@ constexpr int PATCH = 64 * DQ_COLUMNS;          // numbers of it
 constexpr int PATCHES = BR * TO_D / PATCH;      // in a block of rows
 static_assert(!APART || BY_ROWS, "a warpgroup of its own computes dQ");
 static_assert(!DIVIDED || FUSED && !BAND || TOGETHER, "the last blocks of keys have as many rows as others");
+static_assert(!FIRST_STORES || DETERMINISTIC, "turns");
 static_assert(!TOGETHER || !FUSED && !STORES, "others wait for no head");
 static_assert(!ROWS_FIRST || !APART, "rows are read once");
 static_assert(!STORES || BAND && !DETERMINISTIC && !PACKED && (BY_COLUMNS || BY_ROWS), "the last keys that rows see come first");
@@ -278,10 +279,8 @@ __device__ __forceinline__ void exchange(const MappedCall& argument, const Work&
 
 // ---- the thread that adds -----------------------------------------------------------------------------------------------------
 
-// Who has the first turn at a block of rows stores, so that nothing has to be cleared (FUSED: those that prepare rows do it beside).
-constexpr bool FIRST_STORES = DETERMINISTIC && !FUSED;
-
-// How many blocks of keys, or pairs of them, come before this one that go through the rows from i0 on (work_of).
+// How many blocks of keys, or pairs of them, come before this one that go through the rows from i0 on (work_of). FIRST_STORES: who has the first turn
+// stores, so that nothing has to be cleared.
 __device__ __forceinline__ unsigned turn_at(const Call& call, const Work& work, int i0)
 {
     constexpr int ROWS = BR << PAIRED, KEYS = BC << PAIRED;

@@ -117,7 +117,7 @@ __device__ __forceinline__ void prepare_rows(const MappedCall& argument, unsigne
             constexpr int VECTORS = BR * TO_D / LANE_NUMBERS / SLABS;
             float4* const sums = (float4*)sums_of_block(call, first_block(call, b, h, 0) + block) + slab * VECTORS + lane_again();
 #pragma unroll 4
-            for (int x = 0; x < (STORES ? 0 : VECTORS); x += WARP_LANES)
+            for (int x = 0; x < (STORES || FIRST_STORES ? 0 : VECTORS); x += WARP_LANES)
                 sums[x] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
             await(barrier, PAIRED ? slab : parity);  // PAIRED: of two slabs
             // Each lane some rows, of which it reads other columns than its neighbours: those are in other banks
@@ -127,6 +127,8 @@ __device__ __forceinline__ void prepare_rows(const MappedCall& argument, unsigne
             for (int x = 0; x < SLAB_ROW; x += VECTOR_BYTES)
 #pragma unroll
                 for (int r = 0; r < LANE_ROWS; r++) {
+                    if (PAIRED && FIRST_STORES && r > 0)
+                        __syncwarp();  // one row's numbers after the other's: no registers for both
                     const unsigned at = from + r * WARP_LANES * SLAB_ROW + (x ^ turned);
                     const uint4 o = load_shared(at), d = load_shared(at + PREPARED_BYTES / 2);
                     const unsigned O[4] = {o.x, o.y, o.z, o.w}, dO[4] = {d.x, d.y, d.z, d.w};
