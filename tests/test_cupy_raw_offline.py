@@ -183,8 +183,8 @@ OPTIONS = {
     "M given": dict(sram=64 << 10),  # in 16 bits no call for the kernels of sm_90
     "causal, M given": dict(causal=True, sram=hardware.CHIPS["sm_90"].on_chip_bytes),
     "few heads": {},  # in 16 bits blocks of other heights
-    "many heads": {},  # sm_90, backward: what is before and behind fa2_backward_keys is done there
-    "causal, many heads": dict(causal=True),
+    "short": {},  # sm_90, backward: else what is before and behind fa2_backward_keys is done there
+    "causal, many heads": dict(causal=True),  # and if there is a mask only here
     "causal, longer, many heads": dict(causal=True),  # 2,048 rows: the first dQ is not stored
     "causal, long, many heads": dict(causal=True),  # 4,096; d = 128: in pairs
     "long, many heads": {},  # and the last blocks of keys are divided
@@ -251,7 +251,7 @@ def cases():
     found += on("sm_90a", ["fa2_backward"], ["float16"], [256], ["causal", "packed"])
     found += on("sm_80", ["fa2_backward"], ["bfloat16"], [64, 128], ["few heads"])
     found += on("sm_90a", ["fa2_backward"], ["bfloat16"], [64, 128], ["few heads"])
-    found += on("sm_90a", ["fa2_backward"], ["bfloat16", "float16"], [64, 128], ["many heads", "causal, many heads"])
+    found += on("sm_90a", ["fa2_backward"], ["bfloat16", "float16"], [64, 128], ["short", "causal, many heads"])
     found += on("sm_90a", ["fa2_backward"], ["bfloat16"], [64, 128], ["long, many heads"])
     longer = ["causal, longer, many heads", "causal, long, many heads"]
     found += on("sm_90a", ["fa2_backward"], ["bfloat16"], [128], longer)
@@ -275,7 +275,8 @@ def programs(case):
     times = 1 if case.options == "few heads" else 32 if "many heads" in case.options else 16
     lead = () if packed else (times * B,) if halves else (B,)
     many = 4 if packed and halves else 1  # as many blocks as sm_90's own kernels are for
-    length = 4 * T if "long," in case.options else 2 * T if "longer" in case.options else T
+    lengths = {"long,": 4 * T, "longer": 2 * T, "short": 3 * T // 8}
+    length = next((n for name, n in lengths.items() if name in case.options), T)
     q, k, v = (Array((*lead, many * heads, length, case.d), dtype) for heads in (HQ, HKV, HKV))
     options = dict(OPTIONS[case.options])
     if case.kernel in KERNELS:
@@ -553,7 +554,7 @@ def test_many_rows_of_16_bits_run_on_tensor_cores(arch, d, tmp_path):
     assert not found["LDL"] and not found["STL"]
 
 
-@pytest.mark.parametrize("options", ["plain", "causal", "packed"])
+@pytest.mark.parametrize("options", ["short", "causal", "packed"])
 @pytest.mark.parametrize("dtype, d", [("bfloat16", 64), ("bfloat16", 128), ("float16", 128)])
 def test_backward_products_of_warpgroups_overlap(dtype, d, options, tmp_path):
     """The assembler leaves them side by side, no register goes to memory, and most exponentials are taken as dS is
@@ -570,7 +571,7 @@ def test_backward_products_of_warpgroups_overlap(dtype, d, options, tmp_path):
     names = r"HGMMA|WARPGROUP\.DEPBAR|WARPGROUP\.ARRIVE|BRA|MUFU\.EX2|FADD|FMUL|LDL|STL|REDG|UBLKRED|UIADD3\.64"
     code = re.findall(rf"({names})\b", code)
     found = Counter(code)
-    br, bc, band = 128 if d == 64 else 64, 128, options != "plain"
+    br, bc, band = 128 if d == 64 else 64, 128, options != "short"
     # S and dP are sums over d, dQ over keys, dK and dV over rows; dP has 64 rows at a time, and so has dQ where one
     # warpgroup computes all of it
     loops = 1 + band

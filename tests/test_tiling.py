@@ -748,7 +748,7 @@ def test_clusters_are_divided_as_a_whole(blocks, rows, group, processors):
     # Few blocks of keys
     (dict(Hq=1, Hkv=1), 1), (dict(Hq=1, Hkv=1, causal=True), 0), (dict(B=1, Hq=2, Hkv=2), 0),
     (dict(Hq=1, Hkv=1, causal=True, deterministic=True), 1), (dict(B=1, Hq=2, Hkv=2, deterministic=True), 1),
-    (dict(B=1, Hq=1, Hkv=1, deterministic=True), 0),
+    (dict(B=1, Hq=1, Hkv=1, deterministic=True), 1), (dict(B=1, Hq=1, Hkv=1, causal=True, deterministic=True), 0),
 ])  # fmt: skip
 def test_which_calls_have_pairs_of_blocks_of_threads(options, paired):
     """Long ones at d = 128, whose rows others prepare. Under a mask whose band has no lower end, by how many rows see a
