@@ -273,8 +273,9 @@ def nan_where_stored(launcher, count, zero=False, workspace=Launcher.workspace):
     """`Launcher.workspace`; all NaN where the first of dQ's sums is stored, by copies, which initcheck does not see.
     What none of them writes makes NaN of results, which are compared."""
     made = workspace(launcher, count, zero)
-    plan = tiling.plan_tiles(launcher.problem, hardware.chip_of("cupy_raw"), "backward")
-    if dict(plan.constants).get("STORES") and launcher.problem.algorithm == "fa2" and not zero:
+    constants = dict(tiling.plan_tiles(launcher.problem, hardware.chip_of("cupy_raw"), "backward").constants)
+    stored = constants.get("STORES") or constants.get("FIRST_STORES")
+    if stored and launcher.problem.algorithm == "fa2" and not zero:
         made.data.memset_async(0xFF, made.nbytes)
     return made
 
