@@ -118,18 +118,20 @@ WGMMA_BACKWARD_APART = 128  # Br where a warpgroup of its own computes dQ and ad
 WGMMA_BACKWARD_MOST = 256  # head dimension
 WGMMA_BACKWARD_STAGES, WGMMA_BACKWARD_S = {64: 3, 128: 2}, 2  # blocks of Q and dO on chip at once, by Br, and of dS
 # Blocks of threads prepare and finish rows of others while they compute: from so many of them for each multiprocessor
-# (by whether there is a fixed order, and a mask; alone, in pairs) and so many blocks of keys on, and where at least so
-# many rows see one, on average (by the wider of d and dv); so many multiprocessors' blocks later and earlier. In a
-# fixed order, where the first one to add stores unless this is done, from more rows on.
-WGMMA_FUSED = {(False, False): (0.5, 0.5), (False, True): (4.0, 1.9),
-               (True, False): (4.0, 0.0), (True, True): (4.0, 0.4)}  # fmt: skip
+# (by whether there is a fixed order, and a mask; alone, in pairs, where all would be divided otherwise) and so many
+# blocks of keys on, and where at least so many rows see one, on average (by the wider of d and dv); so many
+# multiprocessors' blocks later and earlier. In a fixed order, where the first one to add stores unless this is done,
+# from more rows on.
+WGMMA_FUSED = {(False, False): (0.0, 0.0, 0.5), (False, True): (4.0, 1.9, 0.0),
+               (True, False): (4.0, 0.0, 0.0), (True, True): (4.0, 0.4, 1.2)}  # fmt: skip
 WGMMA_FUSED_KEYS, WGMMA_FUSED_LAG = 4, 1.0
 WGMMA_FUSED_ROWS, WGMMA_FUSED_IN_ORDER = {64: 256, 128: 448}, {64: 544, 128: 768}
 WGMMA_FUSED_STAGES = 2
 # Blocks of threads that the last blocks of keys are divided among, at most, and what one more costs, in steps.
 WGMMA_DIVIDED_MOST, WGMMA_DIVIDED_COST = 8, 6.0
-# All blocks of keys, where they are few: among so many at most, and of the time without it so much at most.
-WGMMA_HEADS_MOST, WGMMA_HEADS_GAIN = 16, 0.9
+# All blocks of keys, where they are few: among so many at most, and of the time without it so much at most. With more
+# query heads than so many of a key head it takes more parts than reckoned for what they read to be in L2.
+WGMMA_HEADS_MOST, WGMMA_HEADS_GAIN, WGMMA_HEADS_FEW = 16, 0.9, 4
 # Query heads of a key head from which on, under a mask, the same rows of all of them come together: singly; where
 # otherwise there would be pairs. Where rows or keys are more than so many.
 WGMMA_TOGETHER, WGMMA_TOGETHER_ROWS = {0: 4, 1: 8}, 512
@@ -530,9 +532,8 @@ def _wgmma_backward(problem: Problem, chip: Chip) -> Tiles:
     fused = _wgmma_keys(problem, chip, d, dv, max(int(WGMMA_FUSED_LAG * processors), 1))
     paired, band = dict(fused.constants)["PAIRED"], _has_band(problem)
     blocks = problem.B * problem.Hkv * -(-problem.Tk // fused.bc)
-    few = blocks < WGMMA_FUSED[problem.deterministic, band][paired] * processors
-    if not (band or problem.deterministic):  # the last blocks are divided, or all of them
-        few = few and alone.divided.threads > 0
+    *least, divided = WGMMA_FUSED[problem.deterministic, band]
+    few = blocks < max(least[paired], divided if alone.divided.threads else 0) * processors
     # In a fixed order it takes longer from one turn to the next than a step of 64 rows, unless in pairs
     slow = problem.deterministic and fused.br < WGMMA_BACKWARD_APART and not paired
     return alone if few or slow or _together(problem, paired) or fused.smem_bytes > chip.on_chip_bytes else fused
@@ -616,17 +617,21 @@ def _divided_by_heads(problem: Problem, processors: int, br: int, bc: int) -> Di
     lower, upper = problem.band.bounds()
     longest = -(-min(problem.Tq, upper - lower + bc) // br)
     average = _rows_of_keys(problem, bc) / br * group
-    # Long blocks of threads come first. Where many are short, who has a long one first has a short one then: two turns
-    # together are two of the average
-    together = 1 if average > 0.8 * longest * group else 2
+    uneven = average <= 0.8 * longest * group  # then long blocks of threads come first
 
     def steps(parts: int) -> float:
-        more = (WGMMA_DIVIDED_COST + parts / 2) * (parts > 1)
-        turns = -(-blocks * parts // (together * processors)) * together
         most = -(-group // parts) * longest if parts < group else -(-longest // (parts // group))
+        if uneven and group <= WGMMA_HEADS_FEW:  # who is free takes the next one
+            more = (WGMMA_DIVIDED_COST - 2 + parts) * (parts > 1) * WGMMA_ROWS / br
+            turns = blocks * parts / processors
+        else:  # who has a long one first has a short one then: two turns together are two of the average
+            more = (WGMMA_DIVIDED_COST + parts / 2) * (parts > 1)
+            turns = -(-blocks * parts // (processors << uneven)) << uneven
         return max(turns * (average / parts + more), most + more)
 
-    most = max(min(WGMMA_HEADS_MOST, group * longest) if blocks < 2 * processors else 1, 1)
+    # In a fixed order the last keys begin with rows of their own, for which nobody waits: these are not divided
+    rows = 1 if problem.deterministic and _has_upper_end(problem) else longest
+    most = max(min(WGMMA_HEADS_MOST, group * rows) if blocks < 2 * processors else 1, 1)
     parts = min((n for n in range(1, most + 1) if n < group or n % group == 0), key=steps)
     return Divided(0, blocks, parts) if steps(parts) < WGMMA_HEADS_GAIN * steps(1) else Divided()
 

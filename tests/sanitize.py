@@ -166,7 +166,7 @@ def plan_for(name):
     if "sums cleared" in name:
         changed["WGMMA_STORED"] = {64: 0, 128: 0}
     if name.startswith("warpgroups, rows of others"):
-        changed |= {"WGMMA_FUSED": defaultdict(lambda: (0, 0)), "WGMMA_FUSED_KEYS": 1, "WGMMA_FUSED_LAG": 0.0,
+        changed |= {"WGMMA_FUSED": defaultdict(lambda: (0, 0, 0)), "WGMMA_FUSED_KEYS": 1, "WGMMA_FUSED_LAG": 0.0,
                     "WGMMA_FUSED_ROWS": {64: 0, 128: 0}, "WGMMA_FUSED_IN_ORDER": {64: 0, 128: 0},
                     "WGMMA_FUSED_STORED": {64: 0, 128: 0}}  # fmt: skip
     paired = "pairs" in name

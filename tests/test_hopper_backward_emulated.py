@@ -405,7 +405,7 @@ FUSED = {
 @pytest.fixture
 def fused(monkeypatch):
     """Small problems, too; rows of a head are prepared by blocks of threads of the second head before it."""
-    monkeypatch.setattr(tiling, "WGMMA_FUSED", defaultdict(lambda: (0, 0)))
+    monkeypatch.setattr(tiling, "WGMMA_FUSED", defaultdict(lambda: (0, 0, 0)))
     monkeypatch.setattr(tiling, "WGMMA_FUSED_KEYS", 1)
     monkeypatch.setattr(tiling, "WGMMA_FUSED_LAG", 0.0)
     monkeypatch.setattr(tiling, "WGMMA_FUSED_ROWS", {64: 0, 128: 0})

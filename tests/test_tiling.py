@@ -116,9 +116,9 @@ def test_plan_fits_or_refuses(problem, chip, direction, order):
         assert str(error.needed) in str(error) and str(error.available) in str(error)
         if error.needed > chip.on_chip_bytes and chip.name.startswith("sm_"):
             return  # no sram= is large enough there
-        more = Problem(**(vars(problem) | {"sram": error.needed}))  # the numbers are the truth
+        more = replace(problem, sram=error.needed)  # the numbers are the truth
         assert plan_tiles(more, chip, direction, order=order).smem_bytes <= error.needed
-        less = Problem(**(vars(problem) | {"sram": error.needed - 1}))
+        less = replace(problem, sram=error.needed - 1)
         with pytest.raises(TileError):
             plan_tiles(less, chip, direction, order=order)
         return
@@ -138,7 +138,7 @@ def test_plan_fits_or_refuses(problem, chip, direction, order):
 def test_more_memory_never_makes_the_outer_block_smaller(problem, direction):
     outer = []
     for sram in (1 << 20, 1 << 21, 1 << 22):
-        tiles = plan_tiles(Problem(**(vars(problem) | {"sram": sram, "algorithm": "fa2"})), LOOPS, direction)
+        tiles = plan_tiles(replace(problem, sram=sram, algorithm="fa2"), LOOPS, direction)
         outer.append(tiles.br if tiles.order == "ij" else tiles.bc)
     assert outer == sorted(outer)
 
@@ -894,6 +894,31 @@ def test_few_blocks_of_keys_are_divided_by_heads(options, divided):
     else:
         assert tiles.divided == divided and constants.get("TOGETHER", 0) == (divided[1] > 0 or "causal" in options)
     assert not (constants.get("STORES") and constants.get("TOGETHER"))
+
+
+@pytest.mark.parametrize("heads, T, d, parts", [
+    # A mask, few heads: as many as the longest then take no longer than all together
+    (6, 2048, 128, 2), (8, 2048, 128, 2), (10, 2048, 128, 1), (5, 4096, 128, 2), (6, 4096, 128, 1), (3, 8192, 128, 2),
+    (4, 4096, 64, 2), (3, 2048, 64, 4), (12, 2048, 64, 1), (16, 1024, 128, 1), (8, 384, 128, 1),
+])  # fmt: skip
+def test_blocks_of_keys_of_uneven_lengths_are_divided(heads, T, d, parts):
+    """As measured (bench/notes/sm90.md, run AB). In a fixed order they are not, as these would be divided by rows."""
+    fixed = dict(B=1, Hq=heads, Hkv=heads, Tq=T, Tk=T, d=d, dv=d, dtype="bfloat16", backend="cupy_raw", causal=True)
+    assert plan_tiles(problem(**fixed), H200, "backward").divided.parts == parts
+    assert plan_tiles(problem(**fixed, deterministic=True), H200, "backward").divided.parts == 1
+
+
+@pytest.mark.parametrize("heads, T, d, parts, in_order", [
+    ((16, 4), 512, 64, 4, 4), ((10, 5), 2048, 64, 2, 2), ((24, 12), 1024, 64, 2, 2), ((24, 6), 1500, 128, 4, 4),
+    ((16, 4), 3000, 64, 4, 4), ((24, 6), 4096, 128, 2, 1), ((64, 8), 3000, 128, 4, 4), ((96, 3), 4096, 128, 8, 8),
+    ((6, 3), 3000, 128, 4, 2),
+])  # fmt: skip
+def test_blocks_of_keys_of_few_query_heads_are_divided(heads, T, d, parts, in_order):
+    """As above; in a fixed order by heads alone, or in pairs and not at all. Of many query heads into more parts."""
+    Hq, Hkv = heads
+    fixed = dict(B=1, Hq=Hq, Hkv=Hkv, Tq=T, Tk=T, d=d, dv=d, dtype="bfloat16", backend="cupy_raw", causal=True)
+    assert plan_tiles(problem(**fixed), H200, "backward").divided.parts == parts
+    assert plan_tiles(problem(**fixed, deterministic=True), H200, "backward").divided.parts == in_order
 
 
 @pytest.mark.parametrize("options, together, fused", [

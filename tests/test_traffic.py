@@ -175,7 +175,7 @@ def test_rowwise_traffic_falls_as_one_over_M_and_is_larger():
     moved = {}
     for algorithm in ("rowwise", "fa2"):
         for M in (1 << 15, 1 << 16, 1 << 17):
-            p = Problem(**(vars(long) | {"algorithm": algorithm, "sram": 4 * M}))
+            p = replace(long, algorithm=algorithm, sram=4 * M)
             moved[algorithm, M] = traffic(p, plan_tiles(p, chip, "forward"), "forward").elements
     assert 1.7 < moved["rowwise", 1 << 15] / moved["rowwise", 1 << 16] < 2.7
     assert 1.7 < moved["rowwise", 1 << 16] / moved["rowwise", 1 << 17] < 2.7
@@ -230,8 +230,8 @@ def test_flops_of_the_slides():
     tiles = Tiles(16, 16, order="products")
     assert traffic(p, tiles, "forward").flops == 4 * 64 * 64 * 8 + 3 * 64 * 64
     assert traffic(p, tiles, "backward").flops == 10 * 64 * 64 * 8 + 4 * 64 * 64 + 2 * 64 * 8
-    fa2 = Problem(**(vars(p) | {"algorithm": "fa2"}))
-    twice = Problem(**(vars(fa2) | {"deterministic": True}))
+    fa2 = replace(p, algorithm="fa2")
+    twice = replace(fa2, deterministic=True)
     assert traffic(fa2, tiles, "backward").flops == traffic(p, tiles, "backward").flops
     again = 4 * 64 * 64 * 8 + 4 * 64 * 64 + 2 * 64 * 8  # S and dP, their two operations each, gamma
     assert traffic(twice, tiles, "backward").flops == traffic(fa2, tiles, "backward").flops + again
