@@ -28,7 +28,7 @@ LONGEST_KEYS = 600
 EDGES = (1, 17, 63, 64, 65, 127, 128, 129, 191, 192, 193, 255, 256, 257, 320, 383, 384, 448, 511, 512, 513, 576)
 BANDS = ("none", "causal", "causal", "window", "left", "right", "causal window")
 LONG_BANDS = ("none", "causal", "right", "causal")
-EVEN_ROWS, EVEN_KEYS = 128, 256  # whole ones of these: in pairs are blocks of 64 rows and of 128 keys
+EVEN_ROWS, EVEN_KEYS = 128, 256  # whole ones of these: even numbers of blocks of 64 rows and of 128 keys, as in pairs
 VIEWS = ("plain", "bthd", "turned", "wide")  # in memory (B, H, T, d) or (B, T, H, d); rows with more columns
 SIZES = (1.0, 1.0, 1.0, 4.0, 30.0)  # of the queries
 MOST_HEADS, MANY_HEADS = 8, 64  # of all sequences, usually and in some calls: the reference takes time
@@ -152,7 +152,7 @@ def draw(kind: Kind, number: int, seed: int) -> Drawn:
     Tq, Tk = length(low, high), length(1, LONGEST_KEYS)
     if rng.random() < 0.2:
         Tk = Tq
-    if kind.part == "long" and rng.random() < 0.8:
+    if kind.part == "long" and rng.random() < 0.4:
         Tq, Tk = -(-Tq // EVEN_ROWS) * EVEN_ROWS, -(-Tk // EVEN_KEYS) * EVEN_KEYS
         if kind.band == "none":  # the last ones need not all exist
             Tq, Tk = Tq - int(rng.integers(60)), Tk - int(rng.integers(120))

@@ -120,8 +120,8 @@ WGMMA_BACKWARD_STAGES, WGMMA_BACKWARD_S = {64: 3, 128: 2}, 2  # blocks of Q and 
 # Blocks of threads prepare and finish rows of others while they compute: from so many of them for each multiprocessor
 # (by whether there is a fixed order, and a mask; alone, in pairs, where all would be divided otherwise) and so many
 # blocks of keys on, and where at least so many rows see one, on average (by the wider of d and dv); so many
-# multiprocessors' blocks later and earlier. In a fixed order, where the first one to add stores unless this is done,
-# from more rows on.
+# multiprocessors' blocks later and earlier. In a fixed order from more rows on, as alone the first one to add stores,
+# and there is nothing to clear; under a mask of 64 columns it stores here, too.
 WGMMA_FUSED = {(False, False): (0.0, 0.0, 0.5), (False, True): (4.0, 1.9, 0.0),
                (True, False): (4.0, 0.0, 0.0), (True, True): (4.0, 0.4, 1.2)}  # fmt: skip
 WGMMA_FUSED_KEYS, WGMMA_FUSED_LAG = 4, 1.0
@@ -141,7 +141,8 @@ WGMMA_TOGETHER, WGMMA_TOGETHER_ROWS = {0: 4, 1: 8}, 512
 WGMMA_PAIRED_ROWS = 2048
 WGMMA_PAIRED_ODD = {(False, False): 20, (False, True): 34, (True, False): 9, (True, True): 17}
 # The first one of a causal band stores its dQ, so that no sums are cleared: up to so many rows and keys (by the wider
-# of d and dv), where there are so many heads for each multiprocessor; and from so many rows on others prepare some.
+# of d and dv), where there are so many heads for each multiprocessor; and from so many rows on others prepare some, in
+# a fixed order under a mask, too.
 WGMMA_STORED, WGMMA_STORED_HEADS, WGMMA_FUSED_STORED = {64: 1024, 128: 1536}, 0.72, {64: 256, 128: 1 << 30}
 # Pieces of work of the last sections of heads, whose end is simulated; of the whole time what less of it has to be.
 SIMULATED_PIECES, SECTION_GAIN = 1024, 0.02

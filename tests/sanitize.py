@@ -150,8 +150,8 @@ def cases():
 
 AS_THEY_ARE = {name: getattr(tiling, name) for name in (
     "WGMMA_FEWEST", "WGMMA_FUSED", "WGMMA_FUSED_KEYS", "WGMMA_FUSED_LAG", "WGMMA_FUSED_ROWS",
-    "WGMMA_FUSED_IN_ORDER", "WGMMA_FUSED_STORED", "WGMMA_PAIRED_ROWS", "WGMMA_STORED", "WGMMA_STORED_HEADS",
-    "WGMMA_TOGETHER", "_divided", "_divided_by_heads",
+    "WGMMA_FUSED_IN_ORDER", "WGMMA_FUSED_STORED", "WGMMA_PAIRED_ROWS", "WGMMA_PAIRED_ODD", "WGMMA_STORED",
+    "WGMMA_STORED_HEADS", "WGMMA_TOGETHER", "_divided", "_divided_by_heads",
 )}  # fmt: skip
 
 
@@ -174,7 +174,7 @@ def plan_for(name):
         changed |= {"WGMMA_FUSED_LAG": (5.5 + paired) / tiling.WGMMA_PROCESSORS,
                     "_divided": lambda *_: tiling.Divided(2, 3 + paired, 3)}  # fmt: skip
     if paired:
-        changed["WGMMA_PAIRED_ROWS"] = 0
+        changed |= {"WGMMA_PAIRED_ROWS": 0, "WGMMA_PAIRED_ODD": defaultdict(int)}
     for name, value in (AS_THEY_ARE | changed).items():
         setattr(tiling, name, value)
 
@@ -210,6 +210,8 @@ def halves():
             B=2, Hq=6, Hkv=3, Tq=370, Tk=500, d=128, dtype="bfloat16"),
         "warpgroups, rows of others, pairs, causal": tall | dict(
             B=2, Hq=6, Hkv=3, Tq=384, Tk=512, d=128, dtype="bfloat16", causal=True),
+        "warpgroups, rows of others, pairs, odd": tall | dict(
+            B=2, Hq=3, Hkv=3, Tq=300, Tk=330, d=128, dtype="float16", causal=True),
         "mma, bias": tall | dict(d=64, dtype="bfloat16", causal=True, bias=normal(4, Tq, Tk)),
         "mma, mask": tall | dict(d=128, dtype="float16", mask=half_visible(1, 1, Tq, Tk)),
         "mma, d = 256": tall | dict(Hq=2, d=256, dtype="bfloat16", causal=True, softcap=8.0),
@@ -222,6 +224,8 @@ def halves():
             d=128, dtype="float16", causal=True, deterministic=True),
         "warpgroups, rows of others, pairs, deterministic": tall | dict(
             B=2, Hq=3, Hkv=3, Tq=384, Tk=512, d=128, dtype="bfloat16", causal=True, deterministic=True),
+        "warpgroups, rows of others, pairs, odd, deterministic": tall | dict(
+            B=2, Hq=4, Hkv=2, Tq=300, Tk=630, d=128, dtype="bfloat16", deterministic=True),
         "warpgroups, by heads, deterministic": tall | dict(
             Hkv=1, d=128, dtype="bfloat16", causal=True, deterministic=True),
         "mma, deterministic": tall | dict(d=128, dtype="bfloat16", causal=True, softcap=8.0, deterministic=True),
@@ -270,12 +274,13 @@ def nan_first(result, name, canonical=arrays.DeviceResult.canonical):
 
 
 def nan_where_stored(launcher, count, zero=False, workspace=Launcher.workspace):
-    """`Launcher.workspace`; all NaN where the first of dQ's sums is stored, by copies, which initcheck does not see.
-    What none of them writes makes NaN of results, which are compared."""
+    """`Launcher.workspace`; where dQ's sums are, all NaN if the first is stored, by copies, which initcheck does not
+    see. What none of them writes makes NaN of results, which are compared."""
     made = workspace(launcher, count, zero)
     constants = dict(tiling.plan_tiles(launcher.problem, hardware.chip_of("cupy_raw"), "backward").constants)
     stored = constants.get("STORES") or constants.get("FIRST_STORES")
-    if stored and launcher.problem.algorithm == "fa2" and not zero:
+    p = launcher.problem
+    if stored and count >= p.Hq * p.Tq * p.d and launcher.problem.algorithm == "fa2" and not zero:
         made.data.memset_async(0xFF, made.nbytes)
     return made
 

@@ -211,6 +211,8 @@ FUSED = {
     "other columns": dict(Hq=30, Tq=300, d=72, dv=40, q_offset=-90, causal=True),
     "deterministic, d = 128": dict(Hq=60, Tq=330, Tk=400, d=128, deterministic=True),
     "deterministic, causal": dict(B=2, Hq=40, Hkv=20, Tq=500, Tk=300, d=64, causal=True, deterministic=True),
+    "deterministic, causal, all rows see keys": dict(
+        B=2, Hq=40, Hkv=20, Tq=500, Tk=600, d=64, causal=True, deterministic=True),
     "deterministic, window": dict(Hq=40, Tq=500, d=64, window=(100, 30), deterministic=True),
 }
 
