@@ -118,10 +118,10 @@ WGMMA_BACKWARD_APART = 128  # Br where a warpgroup of its own computes dQ and ad
 WGMMA_BACKWARD_MOST = 256  # head dimension
 WGMMA_BACKWARD_STAGES, WGMMA_BACKWARD_S = {64: 3, 128: 2}, 2  # blocks of Q and dO on chip at once, by Br, and of dS
 # Blocks of threads prepare and finish rows of others while they compute: from so many of them for each multiprocessor
-# (by whether there is a fixed order, and a mask; alone, in pairs, where all would be divided otherwise) and so many
-# blocks of keys on, and where at least so many rows see one, on average (by the wider of d and dv); so many
-# multiprocessors' blocks later and earlier. In a fixed order from more rows on, as alone the first one to add stores,
-# and there is nothing to clear; under a mask of 64 columns it stores here, too.
+# (by whether there is a fixed order, and a mask: singly; in pairs; and at least where all would be divided by heads
+# else) and so many blocks of keys on, and where at least so many rows see one, on average (by the wider of d and dv);
+# so many multiprocessors' blocks later and earlier. In a fixed order from more rows on: without this the first one to
+# add stores, and there is less to gain.
 WGMMA_FUSED = {(False, False): (0.0, 0.0, 0.5), (False, True): (4.0, 1.9, 0.0),
                (True, False): (4.0, 0.0, 0.0), (True, True): (4.0, 0.4, 1.2)}  # fmt: skip
 WGMMA_FUSED_KEYS, WGMMA_FUSED_LAG = 4, 1.0

@@ -764,14 +764,18 @@ def test_which_calls_have_pairs_of_blocks_of_threads(options, paired):
     (dict(causal=True, B=16, Tq=1024, Tk=1024), 0), (dict(causal=True, B=8, Tq=2048, Tk=2048), 1),
     (dict(d=64, dv=64), 1), (dict(d=64, dv=64, Tq=4225), 1), (dict(d=64, dv=64, Tk=4225, causal=True), 1),
     (dict(d=64, dv=64, B=32, Tq=512, Tk=512), 0), (dict(d=64, dv=64, B=16, Tq=1024, Tk=1024, causal=True), 1),
+    (dict(d=64, dv=64, B=64, Tq=512, Tk=512, causal=True), 1),
 ])  # fmt: skip
 def test_which_calls_in_a_fixed_order_have_rows_that_others_prepare(options, fused):
-    """At d = 128 those in pairs; of less than some rows a block of keys none, as there the first one to add stores."""
+    """At d = 128 those in pairs; of less than some rows a block of keys none. The first one to add stores, unless others
+    clear: at d = 64 without a mask."""
     fixed = dict(B=4, Hq=16, Hkv=16, Tq=4096, Tk=4096, d=128, dv=128, dtype="bfloat16", backend="cupy_raw")
     tiles = plan_tiles(problem(**(fixed | options), deterministic=True), H200, "backward")
     constants = dict(tiles.constants)
     assert tiles.family == tiling.WGMMA and constants["FUSED"] == fused
     assert constants["PAIRED"] == (fused and tiles.br == 64) and constants["APART"] == (tiles.br == 128)
+    others_clear = fused and tiles.br == 128 and "causal" not in options
+    assert constants["FIRST_STORES"] == (not others_clear)
 
 
 @pytest.mark.parametrize("d", [64, 128])
