@@ -767,8 +767,8 @@ def test_which_calls_have_pairs_of_blocks_of_threads(options, paired):
     (dict(d=64, dv=64, B=64, Tq=512, Tk=512, causal=True), 1),
 ])  # fmt: skip
 def test_which_calls_in_a_fixed_order_have_rows_that_others_prepare(options, fused):
-    """At d = 128 those in pairs; of less than some rows a block of keys none. The first one to add stores, unless others
-    clear: at d = 64 without a mask."""
+    """At d = 128 those in pairs; of less than some rows a block of keys none. The first one to add stores,
+    unless others clear: at d = 64 without a mask."""
     fixed = dict(B=4, Hq=16, Hkv=16, Tq=4096, Tk=4096, d=128, dv=128, dtype="bfloat16", backend="cupy_raw")
     tiles = plan_tiles(problem(**(fixed | options), deterministic=True), H200, "backward")
     constants = dict(tiles.constants)
