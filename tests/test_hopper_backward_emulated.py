@@ -953,8 +953,6 @@ BROKEN_IN_ORDER = {
     "turns are as if all came the last one first, by heads": (
         "longest first behind, by heads", "(unsigned)(mine >= work.late ? last - mine",
         "(unsigned)(true ? last - mine"),
-    "turns are as if all came the last one first, packed": (
-        "longest first behind, packed", "(unsigned)(mine >= work.late ? last - mine", "(unsigned)(true ? last - mine"),
     "those before are counted that have no such rows": (
         "longest first behind", "(last < work.late ? 0 : last + 1 - work.late)", "(last + 1 - work.late)"),
 }  # fmt: skip

@@ -19,5 +19,5 @@ def fa1_backward(problem: Problem, tiles: Tiles, x: Operands, grads: dict[str, T
         "delta.data": delta.data.ptr, "sums": dQ.data.ptr,
     })  # fmt: skip
     if problem.varlen:
-        kernels.run_over("clear_gradients", max(rows, x.k.shape[1] * x.k.shape[2]), call)
+        kernels.clear_padding("clear_gradients", max(rows, x.k.shape[1] * x.k.shape[2]), call)
     kernels.run("fa1_backward", problem.Hkv * problem.B, call, tiles.smem_bytes)

@@ -18,5 +18,5 @@ def fa1_forward(problem: Problem, tiles: Tiles, x: Operands, out: Target, lse: T
         "o.data": out.address, "lse.data": lse.address, "sums": O.data.ptr, "m.data": m.data.ptr, "l.data": l.data.ptr,
     })  # fmt: skip
     if problem.varlen:
-        kernels.run_over("clear_results", rows, call)
+        kernels.clear_padding("clear_results", rows, call)
     kernels.run("fa1_forward", problem.Hq * problem.B, call, tiles.smem_bytes)

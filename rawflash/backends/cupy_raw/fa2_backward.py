@@ -6,11 +6,13 @@ from __future__ import annotations
 from typing import Any
 
 from rawflash.arrays import Target
-from rawflash.backends.cupy_raw.launch import SIDE, Launcher, blocks_of, divisor, launcher, side_gradients, split_inputs
+from rawflash.backends.cupy_raw.launch import (
+    SIDE, Launcher, blocks_of, blocks_of_head, divisor, in_turn, launcher, side_gradients, split_inputs,
+)  # fmt: skip
 from rawflash.backends.cupy_raw.tensor_map import Box
 from rawflash.problem import Operands, Problem
 from rawflash.tiling import (
-    MMA, SECTION_WAVES, SPLIT_INPUTS, WGMMA, WGMMA_PROCESSORS, WGMMA_SLAB, Tiles, heads_of_section, is_wide,
+    MMA, SECTION_WAVES, SPLIT_INPUTS, WGMMA, WGMMA_PROCESSORS, WGMMA_SLAB, Divided, Tiles, heads_of_section, is_wide,
     rows_that_see,
 )  # fmt: skip
 
@@ -51,7 +53,7 @@ def fa2_backward(problem: Problem, tiles: Tiles, x: Operands, grads: dict[str, T
     query_blocks = blocks_of(problem.Tq, tiles.bc if pieces and problem.deterministic else tiles.br)
     call = _call(kernels, problem, x, grads, delta, dQ, key_blocks)
     if problem.varlen:
-        kernels.run_over("clear_gradients", max(rows, x.k.shape[1] * x.k.shape[2]), call)
+        kernels.clear_padding("clear_gradients", max(rows, x.k.shape[1] * x.k.shape[2]), call)
     kernels.run("fa2_backward_keys", key_blocks * problem.Hkv * problem.B, call, tiles.smem_bytes)
     by_query = kernels.call(problem, x, {"blocks": query_blocks}, call)
     if problem.deterministic:
@@ -82,14 +84,16 @@ def _wgmma(problem: Problem, tiles: Tiles, x: Operands, grads: dict[str, Target]
     threads += WARPGROUP * constants.get("APART", 0)
     paired = constants.get("PAIRED", 0)
     together = 1 + paired  # as many blocks of keys go through as many blocks of rows; those that do not exist are zeros
-    key_blocks = blocks_of(problem.Tk, tiles.bc * together) * together
-    query_blocks = blocks_of(problem.Tq, tiles.br * together) * together
-    # Packed sequences begin new blocks; how many all of them have may be known on the device only
-    blocks = heads * (rows // tiles.br + problem.B if problem.varlen else query_blocks)
+    key_blocks = blocks_of_head(problem, x.k.shape[2], problem.Tk, tiles.bc * together) * together
+    query_blocks = blocks_of_head(problem, rows, problem.Tq, tiles.br * together) * together
+    blocks, all_keys = heads * query_blocks, in_turn(problem, problem.Hkv) * key_blocks
+    divided = tiles.divided
+    if problem.varlen and divided.others:  # all of them, by their heads
+        divided = divided._replace(others=all_keys)
     numbers = tiles.br * columns
     schedule = x.memo.get("schedule")
     if schedule is None:
-        schedule = x.memo["schedule"] = _schedule(problem, tiles, key_blocks)
+        schedule = x.memo["schedule"] = _schedule(problem, tiles, divided, key_blocks)
         schedule["share"] = blocks * (numbers + RECORD_NUMBERS * paired)
     kernels = launcher(file, problem, tiles, x, written, boxes, **schedule)
     # Query heads whose rows kernels of their own prepare, and finish
@@ -101,9 +105,9 @@ def _wgmma(problem: Problem, tiles: Tiles, x: Operands, grads: dict[str, Target]
     # Behind the sums, in pairs, a record of lse and delta for each block of rows, and these shares of dK and dV.
     stores = constants.get("STORES", 0)
     counters = blocks * problem.deterministic + problem.B * (2 * problem.Hkv * bool(tiles.lag) + problem.Hq * stores)
-    counters += tiles.divided.halved + tiles.divided.others
+    counters += divided.halved + divided.others
     counters = blocks_of(counters, COUNTERS) * COUNTERS
-    shares = tiles.divided.threads
+    shares = divided.threads
     dQ = kernels.workspace(counters + schedule["share"] + shares * tiles.bc * (columns + to_v))
     first_stores = stores or constants.get("FIRST_STORES", 0)
     cleared = query_blocks * first if tiles.lag and not first_stores else blocks
@@ -114,16 +118,15 @@ def _wgmma(problem: Problem, tiles: Tiles, x: Operands, grads: dict[str, Target]
     if paired:
         kernels.run("fa2_backward_rows", query_blocks * first, call)
     if problem.varlen:
-        kernels.run_over("clear_gradients", max(heads * rows, x.k.shape[1] * x.k.shape[2]), call)
-    blocks = key_blocks * problem.Hkv * problem.B + tiles.divided.more
-    kernels.run("fa2_backward_keys", blocks, call, tiles.smem_bytes, threads)
+        kernels.clear_padding("clear_gradients", max(heads * rows, x.k.shape[1] * x.k.shape[2]), call)
+    kernels.run("fa2_backward_keys", all_keys + divided.more, call, tiles.smem_bytes, threads)
     kernels.run("fa2_backward_finish", query_blocks * last, call, numbers * 2)
 
 
-def _schedule(problem: Problem, tiles: Tiles, key_blocks: int) -> dict[str, int]:
+def _schedule(problem: Problem, tiles: Tiles, divided: Divided, key_blocks: int) -> dict[str, int]:
     """In which order blocks of threads come, and how far ahead and behind they work, in whole sections of heads: as
     many as there are of them where they do not, as kernels of their own then do it for all."""
-    heads = problem.B * problem.Hkv
+    heads = in_turn(problem, problem.Hkv)
     section = _section(problem, tiles, key_blocks)
     ahead = behind = total = key_blocks * heads
     if tiles.lag:
@@ -133,7 +136,7 @@ def _schedule(problem: Problem, tiles: Tiles, key_blocks: int) -> dict[str, int]
     divisors = {"section": section * key_blocks, "heads": section, "last_heads": heads % section or section,
                 "key_heads": problem.Hkv}  # fmt: skip
     words = {"section": section, "ahead": ahead, "behind": behind, "group": problem.group, "at_once": WGMMA_PROCESSORS}
-    halved, others, parts = tiles.divided
+    halved, others, parts = divided
     words |= {"whole": key_blocks * heads - halved - others, "halved": halved, "parts": parts}
     return words | {f"by_{name}": divisor(n) for name, n in divisors.items()}
 
@@ -156,7 +159,7 @@ def _section(problem: Problem, tiles: Tiles, key_blocks: int) -> int:
     if not (band or problem.deterministic):
         return 1
     constants = dict(tiles.constants)
-    last_first, heads = bool(constants.get("LAST_FIRST")), problem.B * problem.Hkv
+    last_first, heads = bool(constants.get("LAST_FIRST")), in_turn(problem, problem.Hkv)
     together = 1 + constants.get("PAIRED", 0)
     parts = 1 if tiles.lag else tiles.divided.parts  # all blocks of keys have as many blocks of threads
     rows = problem.Tk + problem.group * problem.Tq
@@ -178,7 +181,7 @@ def _section(problem: Problem, tiles: Tiles, key_blocks: int) -> int:
         usual = min(usual, tiles.lag // key_blocks)
     usual = max(min(usual, heads), 1)
     blocks = heads * key_blocks * parts
-    if stores or (blocks > SECTION_WAVES * WGMMA_PROCESSORS and key_blocks < SECTION_KEYS):
+    if problem.varlen or stores or (blocks > SECTION_WAVES * WGMMA_PROCESSORS and key_blocks < SECTION_KEYS):
         return usual
     keys = tiles.bc * together
     steps = [rows_that_see(problem, j, keys) * problem.group / parts + BLOCK_ROWS for j in range(0, problem.Tk, keys)]
@@ -217,7 +220,7 @@ def _split(problem: Problem, tiles: Tiles, x: Operands, grads: dict[str, Target]
         "parts": patches,
     })  # fmt: skip
     if problem.varlen:
-        kernels.run_over("clear_gradients", max(slots * heads * rows, x.k.shape[1] * x.k.shape[2]), call)
+        kernels.clear_padding("clear_gradients", max(slots * heads * rows, x.k.shape[1] * x.k.shape[2]), call)
     kernels.run("fa2_backward_keys", key_blocks * problem.Hkv * problem.B, call, tiles.smem_bytes)
     found = problem.B * problem.Hq * blocks_of(problem.Tq, PATCH_ROWS) * columns
     kernels.run_over("fa2_backward_finish", found, call, threads_each=WARP)

@@ -7,7 +7,7 @@ import os
 from dataclasses import replace
 
 from rawflash.arrays import Target
-from rawflash.backends.cupy_raw.launch import blocks_of, launcher, split_inputs
+from rawflash.backends.cupy_raw.launch import blocks_of, blocks_of_head, in_turn, launcher, split_inputs
 from rawflash.backends.cupy_raw.tensor_map import Box
 from rawflash.problem import Operands, Problem
 from rawflash.tiling import (
@@ -49,7 +49,7 @@ def fa2_forward(problem: Problem, tiles: Tiles, x: Operands, out: Target, lse: T
         values |= words
     call = kernels.call(problem, x, values)
     if problem.varlen:
-        kernels.run_over("clear_results", x.q.shape[1] * x.q.shape[2], call)
+        kernels.clear_padding("clear_results", x.q.shape[1] * x.q.shape[2], call)
     kernels.run("fa2_forward", blocks * parts * problem.Hq * problem.B, call, tiles.smem_bytes)
     if parts > 1:
         merging = blocks_of(problem.Tq, MERGED_ROWS) if halves else blocks
@@ -76,17 +76,18 @@ def _section(problem: Problem, tiles: Tiles) -> int:
     """How many K/V heads have their pieces of work in turn, longest first: as many as L2 can hold. In calls of up to
     eight pieces for each multiprocessor up to twice as many, if fewer of these are idle in the end."""
     of_head = problem.Tk * (problem.d + problem.dv) * 2  # bytes of K and V
-    heads = problem.B * problem.Hkv
+    heads = in_turn(problem, problem.Hkv)
     usual = min(max(wgmma_section(problem.Tk) // of_head, 1), heads)
     rows = range(0, problem.Tq, tiles.br)
-    if heads * problem.group * len(rows) > SECTION_WAVES * WGMMA_PROCESSORS:
+    if problem.varlen or heads * problem.group * len(rows) > SECTION_WAVES * WGMMA_PROCESSORS:
         return usual
     lengths = tuple(keys_seen(problem, i, tiles.br) + PIECE_KEYS for i in reversed(rows) for _ in range(problem.group))
     return heads_of_section(lengths, lengths, heads, usual, min(2 * usual, heads), WGMMA_PROCESSORS)
 
 
 def _warpgroups(problem: Problem, tiles: Tiles, x: Operands, out: Target, lse: Target) -> None:
-    blocks, groups = blocks_of(problem.Tq, tiles.br), tiles.br // WGMMA_ROWS
+    blocks, heads = blocks_of_head(problem, x.q.shape[2], problem.Tq, tiles.br), in_turn(problem, problem.Hq)
+    groups = tiles.br // WGMMA_ROWS
     kernels = x.memo.get("sm90/fa2_forward.cu")
     if kernels is None:
         boxes = (Box("q", tiles.br), Box("k", tiles.bc), Box("v", tiles.bc), Box("o", WARP_ROWS))
@@ -103,9 +104,9 @@ def _warpgroups(problem: Problem, tiles: Tiles, x: Operands, out: Target, lse: T
         parts = kernels.workspace(tiles.parts_bytes // FLOAT_BYTES)
         values["sums"] = parts.data.ptr
         values["counters"] = kernels.counters(tiles.grid)
-    again = kernels.workspace(blocks * problem.Hq * problem.B * groups * WARPS_OF_GROUP)  # pieces to be done again
+    again = kernels.workspace(blocks * heads * groups * WARPS_OF_GROUP)  # pieces to be done again
     values["again"] = again.data.ptr
     call = kernels.call(problem, x, values)
     if problem.varlen:
-        kernels.run_over("clear_results", x.q.shape[1] * x.q.shape[2], call)
+        kernels.clear_padding("clear_results", x.q.shape[1] * x.q.shape[2], call)
     kernels.run("fa2_forward", tiles.grid, call, tiles.smem_bytes, THREADS_OF_GROUP * (groups + 1))

@@ -34,8 +34,10 @@ except ImportError:  # NumPy 1
     from numpy import byte_bounds  # type: ignore[attr-defined,no-redef]
 
 THREADS = 256  # of a block, unless the plan says how many
+WARP = 32
 SIDE = 16  # threads of a row, in kernels that take rows one by one
 DELTA_ROWS = 64  # of a block of row_deltas
+CLEARING = 512  # blocks of a grid that clears padding of packed sequences, of which most calls have none
 VECTOR_BYTES = 16
 DEPTHS = {SPLIT: 16, DOUBLE: 8}  # products that a tensor core sums at a time (DEPTH in mma/)
 MOST_STRIDING = 4096  # blocks of a grid that strides
@@ -429,9 +431,15 @@ class Launcher:
         if blocks:
             function(blocks, threads or self.threads, words, smem_bytes)
 
-    def run_over(self, kernel: str, items: int, words: array[int], threads_each: int = 1) -> None:
-        """Launch a kernel whose grid strides over ``items``, each of which takes some threads."""
-        self.run(kernel, min(blocks_of(items * threads_each, self.threads), MOST_STRIDING), words)
+    def run_over(
+        self, kernel: str, items: int, words: array[int], threads_each: int = 1, most: int = MOST_STRIDING
+    ) -> None:
+        """Launch a kernel whose grid, of ``most`` blocks, strides over ``items``, each of which takes some threads."""
+        self.run(kernel, min(blocks_of(items * threads_each, self.threads), most), words)
+
+    def clear_padding(self, kernel: str, rows: int, words: array[int]) -> None:
+        """Launch the kernel that writes rows which no packed sequence owns, of so many of all heads."""
+        self.run_over(kernel, rows, words, WARP, CLEARING)
 
 
 def mask_words(problem: Problem, mask: Any) -> list[int | np.ndarray]:
@@ -480,13 +488,13 @@ def side_gradients(
         tiles = _side_tiles(problem, x)
     kernels = launcher("side_gradients.cu", problem, tiles, x, {})
     delta = kernels.workspace(x.q.shape[0] * x.q.shape[1] * x.q.shape[2])
-    values = {"delta.data": delta.data.ptr, "blocks": blocks_of(problem.Tq, DELTA_ROWS)}
+    values = {"delta.data": delta.data.ptr, "blocks": blocks_of_head(problem, x.q.shape[2], problem.Tq, DELTA_ROWS)}
     if "sinks" in grads:
         values["dsinks"] = grads["sinks"].address
     if "bias" in grads:
         values["dbias"] = grads["bias"].address
     call = kernels.call(problem, x, values)
-    kernels.run("row_deltas", values["blocks"] * (problem.Hq * problem.B if heads is None else heads), call)
+    kernels.run("row_deltas", values["blocks"] * (in_turn(problem, problem.Hq) if heads is None else heads), call)
     if "sinks" in grads:
         kernels.run("sink_gradient", problem.Hq, call, kernels.threads * 8)  # a float64 each
     if "bias" in grads:
@@ -532,6 +540,18 @@ def split_inputs(problem: Problem, tiles: Tiles, x: Operands) -> tuple[Any, dict
 def blocks_of(rows: int, size: int) -> int:
     """Blocks of ``size`` rows that cover ``rows``."""
     return -(-rows // size)
+
+
+def in_turn(problem: Problem, heads: int) -> int:
+    """Heads that come one behind the other: those of all batch entries, or of packed sequences, which are in one line."""
+    return heads if problem.varlen else problem.B * heads
+
+
+def blocks_of_head(problem: Problem, rows: int, longest: int, size: int) -> int:
+    """Blocks of ``size`` of the rows (or keys) that a head has: ``longest``. Packed sequences, ``rows`` together, are in
+    one line, where each begins a new block (``in_line`` in call.cuh): how many these are at most. So their number is
+    known where the lengths are not, and is hardly more than there are."""
+    return (rows // size + problem.B) * (problem.B > 0) if problem.varlen else blocks_of(longest, size)
 
 
 def _aligned(matrices: Iterable[np.ndarray]) -> bool:

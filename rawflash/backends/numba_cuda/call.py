@@ -92,6 +92,31 @@ def sequence(c: Any) -> Any:
     return sequence
 
 
+def rows_in_line(size: int) -> Any:
+    """``rows_in_line(call, place)``: blocks of ``size`` rows of packed sequences in one line, see ``in_line`` in call.cuh.
+
+    Returns the sequence, and the number of its block; a negative one is nobody's, as is one behind its last.
+    """
+
+    @device
+    def begin(call: Any, b: int) -> int:
+        return clamp(entry(call.cu_seqlens_q_data, call.cu_seqlens_q_bytes, b, 0), 0, call.rows_q) // size + b
+
+    @device
+    def rows_in_line(call: Any, place: int) -> Any:
+        b, left = 0, call.B
+        while left > 1:  # the last of these many that begins there or before
+            half = left // 2
+            if begin(call, b + half) <= place:
+                b += half
+                left -= half
+            else:
+                left = half
+        return b, place - begin(call, b)
+
+    return rows_in_line
+
+
 def head(c: Any) -> Any:
     """``head(call, s, h)``: one query head of a sequence."""
     real, alibi, load, size = c.real, c.ALIBI, LOAD[c.SLOPE_TYPE], c.SLOPE_BYTES

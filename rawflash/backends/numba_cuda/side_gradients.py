@@ -14,7 +14,7 @@ from typing import Any
 from numba import cuda, float64, int64
 
 from rawflash.backends.numba_cuda import gradient, tile
-from rawflash.backends.numba_cuda.call import head, least, row_of, sequence
+from rawflash.backends.numba_cuda.call import head, least, row_of, rows_in_line, sequence
 from rawflash.backends.numba_cuda.intrinsics import get, put
 from rawflash.backends.numba_cuda.numbers import INFINITE, LOAD, STORE, exponential
 from rawflash.backends.numba_cuda.scores import Scores
@@ -34,21 +34,24 @@ def row_deltas(c: Any) -> Any:
     sequence_of, o_row, do_row = sequence(c), row_of(c, "o"), row_of(c, "dout")
     dlse_of, delta_of, sum_of_lanes = row_of(c, "dlse"), row_of(c, "delta"), tile.sum_of_lanes(c)
     thread_x, thread_y = tile.threads(c)
+    packed, in_line = c.PACKED, rows_in_line(c.DELTA_ROWS)
 
     def row_deltas(call: Any) -> None:
         grid = int64(cuda.blockIdx.x)
-        bh = grid // call.blocks
-        h = bh % call.Hq
-        s = sequence_of(call, bh // call.Hq)
+        bh, block = grid // call.blocks, grid % call.blocks
+        b, h = bh // call.Hq, bh % call.Hq
+        if packed:
+            b, block = in_line(call, block)
+        s = sequence_of(call, b)
         for y in range(thread_y(), ROWS, SIDE):
-            i = grid % call.blocks * ROWS + y
+            i = block * ROWS + y
             gamma = real(0)
-            if i < s.q_length:
+            if 0 <= i < s.q_length:
                 O, dO = o_row(call, s.slot, h, s.q_start + i), do_row(call, s.slot, h, s.q_start + i)
                 for x in range(thread_x(), DV, SIDE):
                     gamma += load(dO + x * size) * load(O + x * size)
             gamma = sum_of_lanes(gamma)
-            if i < s.q_length and thread_x() == 0:
+            if 0 <= i < s.q_length and thread_x() == 0:
                 if dlse_given:
                     gamma -= load_real(dlse_of(call, s.slot, h, s.q_start + i))
                 store(delta_of(call, s.slot, h, s.q_start + i), gamma)

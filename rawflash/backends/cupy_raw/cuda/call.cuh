@@ -44,7 +44,7 @@ struct Call {
     long long offset, offset_given;  // where there is no table q_offset
     long long B, Hq, Hkv, Tq, Tk;    // packed sequences: Tq and Tk are the longest
     long long rows_q, rows_k;        // of the arrays; packed sequences: all of them together
-    long long blocks;                // blocks of rows that the grid has for each head
+    long long blocks;                // blocks of rows, or keys, that the grid has for each head; of packed sequences, if they are in one line (in_line), of all
     long long parts, part_keys;      // fa2 forward: how many blocks of threads share the keys of a block of rows, keys of each; sm90 backward,
                                      // DIVIDED: how many share the rows of one of the last blocks of keys
     long long section;               // sm90: query heads that are gone through together
@@ -99,6 +99,27 @@ __device__ __forceinline__ Sequence sequence(const Call& call, long long b)
     const long long given = call.offset_given ? call.offset : s.kv_length - s.q_length;
     s.offset = clamp(entry(call.q_offset, b, given), -FARTHEST, FARTHEST);
     return s;
+}
+
+// PACKED: blocks of ROWS rows, or keys, of all sequences in one line, in which sequence b begins at start / ROWS + b: those before it have at most as
+// many. Which sequence has a place of it, and the how many-th of its blocks? Places before its first block, with negative numbers, or behind its last are
+// nobody's.
+struct InLine {
+    int b, block;
+};
+
+template <int ROWS> __device__ __forceinline__ InLine in_line(const Call& call, const Table& cu_seqlens, long long rows, int place)
+{
+    const auto begin = [&](int b) { return (int)((unsigned long long)clamp(entry(cu_seqlens, b, 0), 0, rows) / ROWS) + b; };
+    int b = 0;
+#pragma unroll 1
+    for (int left = (int)call.B; left > 1;) {  // the last of these many that begins there or before
+        const int half = left / 2;
+        const bool later = begin(b + half) <= place;
+        b += later ? half : 0;
+        left = later ? left - half : half;
+    }
+    return {b, place - begin(b)};
 }
 
 // The same of arrays that are not packed, asked for now and looked at later: what tables say, as it lies in memory, none of it waiting for the other.

@@ -24,9 +24,16 @@ extern "C" __global__ void __launch_bounds__(THREADS) row_deltas(const __grid_co
 {
     struct alignas(CHUNK * sizeof(elem)) Chunk { elem x[CHUNK]; };
     const unsigned bh = blockIdx.x / (unsigned)call.blocks, h = bh % (unsigned)call.Hq;
-    const Sequence s = sequence(call, bh / (unsigned)call.Hq);
+    long long b = bh / (unsigned)call.Hq, block = blockIdx.x % (unsigned)call.blocks;
+    if constexpr (PACKED) {
+        const InLine place = in_line<DELTA_ROWS>(call, call.cu_seqlens_q, call.rows_q, (int)block);
+        if (place.block < 0)
+            return;
+        b = place.b, block = place.block;
+    }
+    const Sequence s = sequence(call, b);
     const int lane = threadIdx.x % DELTA_LANES, y = threadIdx.x / DELTA_LANES;
-    const long long i0 = blockIdx.x % (unsigned)call.blocks * (long long)DELTA_ROWS, rows = least(s.q_length - i0, DELTA_ROWS);
+    const long long i0 = block * DELTA_ROWS, rows = least(s.q_length - i0, DELTA_ROWS);
     const elem* const O = row_of(call.o, s.slot, h, s.q_start + i0);
     const elem* const dO = row_of(call.dout, s.slot, h, s.q_start + i0);
 #pragma unroll 1

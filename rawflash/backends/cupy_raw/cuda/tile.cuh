@@ -165,16 +165,6 @@ template <class Layout, int COLUMNS> __device__ __forceinline__ void write_sums(
     }
 }
 
-// Zeros in every row of a matrix (`rows` for each head), by the whole grid.
-template <int COLUMNS>
-__device__ __forceinline__ void clear_matrix(const Matrix& matrix, long long slots, long long heads, long long rows)
-{
-    for (long long n = (long long)blockIdx.x * THREADS + threadIdx.x; n < slots * heads * rows * COLUMNS; n += (long long)gridDim.x * THREADS) {
-        const long long row = n / COLUMNS;
-        row_of(matrix, row / rows / heads, row / rows % heads, row % rows)[n % COLUMNS] = narrow<TYPE>(real(0));
-    }
-}
-
 // The sum over the N neighbouring threads, N a power of two; the largest.
 template <int N> __device__ __forceinline__ real sum_of_lanes(real x)
 {

@@ -32,6 +32,8 @@ struct Part {
     int number, count;
 };
 
+constexpr unsigned NOBODYS = (1u << 30) / BC;  // where no sequence has keys
+
 // Which block of keys of which key head of all a block of threads has.
 struct KeyBlock {
     unsigned head, block, late;
@@ -39,15 +41,20 @@ struct KeyBlock {
 
 // Heads come in sections whose matrices L2 can hold; of a section the first keys first, which most rows see if it is causal. LAST_FIRST: the last keys.
 // DETERMINISTIC, too, but these have few rows, and multiprocessors would be idle in the end: so of the last section the last half of the blocks comes
-// first, up from the shortest, then the first half, down from the longest. Not where all blocks of threads run at once, and would wait.
+// first, up from the shortest, then the first half, down from the longest. Not where all blocks of threads run at once, and would wait. PACKED:
+// blocks are those of all sequences, one behind the other. One that is nobody's is behind the last of any sequence.
 __device__ __forceinline__ KeyBlock key_block(const Call& call, unsigned index)
 {
-    const unsigned heads = (unsigned)(call.B * call.Hkv), blocks = (unsigned)call.blocks, section = (unsigned)call.section;
+    const unsigned heads = (unsigned)(PACKED ? call.Hkv : call.B * call.Hkv), blocks = (unsigned)call.blocks, section = (unsigned)call.section;
     const unsigned first = divided(index, call.by_section) * section, rest = (index - first * blocks) >> PAIRED;
     const bool is_last = heads - first <= section;
     const unsigned nth = divided(rest, is_last ? call.by_last_heads : call.by_heads), head = first + rest - nth * (is_last ? heads - first : section);
-    const unsigned count = blocks >> PAIRED, late = LAST_FIRST && DETERMINISTIC && is_last && gridDim.x > call.at_once ? count / 2 : 0;
+    const unsigned count = blocks >> PAIRED, late = LAST_FIRST && DETERMINISTIC && !PACKED && is_last && gridDim.x > call.at_once ? count / 2 : 0;
     const unsigned block = !LAST_FIRST ? nth : nth < count - late ? count - 1 - nth : nth - (count - late);
+    if constexpr (PACKED) {
+        const InLine place = in_line<BC>(call, call.cu_seqlens_k, call.rows_k, (int)block);
+        return {(unsigned)place.b * (unsigned)call.Hkv + head, place.block < 0 ? NOBODYS : (unsigned)place.block, late};
+    }
     return {head, PAIRED ? 2 * block + index % 2 : block, late};  // a cluster has two neighbouring ones
 }
 
@@ -122,6 +129,21 @@ __device__ __forceinline__ long long first_block(const Call& call, long long b, 
     if constexpr (PACKED)  // sequences before have at most as many
         return h * blocks_of_head(call) + q_start / BR + b;
     return (b * call.Hq + h) * blocks_of_head(call);
+}
+
+// Which block of rows, of which query head, the n-th of all is.
+struct RowBlock {
+    long long b, h, block;
+};
+
+__device__ __forceinline__ RowBlock row_block(const Call& call, long long n)
+{
+    const long long blocks = blocks_of_head(call), block = n % blocks, bh = n / blocks;
+    if constexpr (PACKED) {
+        const InLine place = in_line<BR>(call, call.cu_seqlens_q, call.rows_q, (int)block);
+        return {place.b, bh, place.block};
+    }
+    return {bh / call.Hq, bh % call.Hq, block};
 }
 
 __device__ __forceinline__ float* sums_of_block(const Call& call, long long block) { return call.sums + block * (BR * TO_D); }

@@ -1129,12 +1129,12 @@ extern "C" __global__ void __launch_bounds__(THREADS) fa2_backward_rows(const __
 extern "C" __global__ void __launch_bounds__(THREADS) fa2_backward_finish(const __grid_constant__ Call call)
 {
     extern __shared__ __align__(SLAB_ALIGNMENT) unsigned char on_chip[];
-    const long long blocks = PACKED ? (call.Tq + BR - 1) / BR : blocks_of_head(call);
-    const unsigned number = (unsigned)(blocks * call.B * call.Hq) - 1 - blockIdx.x;  // the last sums first, of which L2 may have some yet
-    const long long block = number % blocks, bh = number / blocks, b = bh / call.Hq, h = bh % call.Hq;
+    const unsigned number = (unsigned)(blocks_of_head(call) * (PACKED ? 1 : call.B) * call.Hq) - 1 - blockIdx.x;  // the last sums first, of which L2 may have some yet
+    const RowBlock place = row_block(call, number);
+    const long long b = place.b, h = place.h, block = place.block;
     const Sequence s = sequence(call, b);
     const long long i0 = block * BR, rows_end = PACKED ? s.q_length : call.Tq;
-    if (i0 >= rows_end)
+    if (PACKED && block < 0 || i0 >= rows_end)
         return;
     const int lane = threadIdx.x % WARP_LANES, warp = threadIdx.x / WARP_LANES % WARPS, patch = threadIdx.x / WARPGROUP;
     const float scale = (float)call.scale;

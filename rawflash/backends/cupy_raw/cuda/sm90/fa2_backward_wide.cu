@@ -496,10 +496,11 @@ extern "C" __global__ void __launch_bounds__(KEYS_THREADS, 1) fa2_backward_keys(
 extern "C" __global__ void __launch_bounds__(THREADS) fa2_backward_finish(const __grid_constant__ Call call)
 {
     extern __shared__ __align__(SLAB_ALIGNMENT) unsigned char on_chip[];
-    const long long blocks = (call.Tq + BR - 1) / BR, block = blockIdx.x % blocks, bh = blockIdx.x / blocks, b = bh / call.Hq, h = bh % call.Hq;
+    const RowBlock place = row_block(call, blockIdx.x);
+    const long long b = place.b, h = place.h, block = place.block;
     const Sequence s = sequence(call, b);
     const long long i0 = block * BR, rows_end = PACKED ? s.q_length : call.Tq;
-    if (i0 >= rows_end)
+    if (PACKED && block < 0 || i0 >= rows_end)
         return;
     const float scale = (float)call.scale;
 #pragma unroll

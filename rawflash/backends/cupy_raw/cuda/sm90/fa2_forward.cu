@@ -107,7 +107,7 @@ static_assert(AT_REST + sizeof(Rest) <= TILE_BYTES, "what the plan says");
 
 __device__ __forceinline__ int within(int x, int most) { return x < 0 ? 0 : x < most ? x : most; }
 
-__device__ __forceinline__ unsigned pieces_of(const Call& call) { return (unsigned)(call.blocks * call.B * call.Hq); }
+__device__ __forceinline__ unsigned pieces_of(const Call& call) { return (unsigned)(call.blocks * (PACKED ? 1 : call.B) * call.Hq); }
 
 // The rows from `from` to before `to`, of which row r sees the keys lower + r <= j < upper + r. `first` is the number of the piece's first block;
 // `none`, how many that has, are before what sees nothing.
@@ -146,8 +146,8 @@ __device__ __forceinline__ Line line_of(const Call& call)
 // What the next lines need is read again: few registers are left to the warpgroup that copies.
 __device__ __forceinline__ void forget() { asm volatile("" ::: "memory"); }
 
-// Longest first: under a causal mask the last rows have the most keys; of as many heads as leave their K and V in L2. Where all are alike, the
-// blocks of one head after the other. Returned: has the piece rows that are to be written?
+// Longest first: under a causal mask the last rows have the most keys; of as many heads as leave their K and V in L2. PACKED: one sequence after the
+// other. Where all are alike, the blocks of one head after the other. Returned: has the piece rows that are to be written?
 __device__ __forceinline__ bool describe(volatile Piece& piece, const Call& call, unsigned number, const Share& share)
 {
     const unsigned blocks = (unsigned)call.blocks, heads = (unsigned)call.Hq;
@@ -155,14 +155,20 @@ __device__ __forceinline__ bool describe(volatile Piece& piece, const Call& call
     if constexpr (DYNAMIC) {
         const unsigned section = (unsigned)call.section;
         const unsigned first = number / (section * blocks) * section, left = number % (section * blocks);
-        const unsigned others = (unsigned)call.B * heads - first, width = section < others ? section : others;
+        const unsigned others = (PACKED ? 1 : (unsigned)call.B) * heads - first, width = section < others ? section : others;
         block = blocks - 1 - left / width;
         bh = first + left % width;
     } else {
         block = number % blocks;
         bh = number / blocks;
     }
-    const unsigned b = bh / heads, h = bh % heads;
+    unsigned b = bh / heads, h = bh % heads;
+    if constexpr (PACKED) {
+        const InLine place = in_line<BR>(call, call.cu_seqlens_q, call.rows_q, (int)block);
+        if (place.block < 0)
+            return false;
+        b = (unsigned)place.b, h = bh, block = (unsigned)place.block;
+    }
     const int i0 = (int)block * BR;
     int q_start = 0, length = (int)call.Tq, rows_end = length;
     if constexpr (PACKED) {
