@@ -174,6 +174,11 @@ class Problem:
         assert isinstance(combined, masks.Band)  # two bands are one band
         return combined
 
+    @property
+    def has_band(self) -> bool:
+        """Does a band hide keys?"""
+        return not (self.band.lower is self.band.upper is None)
+
 
 @dataclass(eq=False)
 class Operands:

@@ -216,7 +216,7 @@ class WarpgroupForward:
     least, most : int
         Rows of a head below and above which the next row of the table is faster.
     band : bool
-        So it is but for a band (causal, a window) of whole sequences.
+        So it is but for a band (causal, a window) of whole sequences, or packed ones.
     own : bool
         Each warpgroup goes through those blocks of keys only that its rows see. Not with turns, of which all have to
         take as many.
@@ -531,7 +531,7 @@ def _wgmma_backward(problem: Problem, chip: Chip) -> Tiles:
     if not _can_be_fused(problem):
         return alone
     fused = _wgmma_keys(problem, chip, d, dv, max(int(WGMMA_FUSED_LAG * processors), 1))
-    paired, band = dict(fused.constants)["PAIRED"], _has_band(problem)
+    paired, band = dict(fused.constants)["PAIRED"], problem.has_band
     blocks = problem.B * problem.Hkv * -(-problem.Tk // fused.bc)
     *least, divided = WGMMA_FUSED[problem.deterministic, band]
     few = blocks < max(least[paired], divided if alone.divided.threads else 0) * processors
@@ -545,7 +545,7 @@ def _wgmma_keys(problem: Problem, chip: Chip, d: int, dv: int, lag: int) -> Tile
     br, bc, fused = WGMMA_BACKWARD[max(d, dv)], WGMMA_BACKWARD_KEYS, lag > 0
     stages = WGMMA_FUSED_STAGES if fused else WGMMA_BACKWARD_STAGES[br]
     apart = br == WGMMA_BACKWARD_APART
-    band = _has_band(problem)
+    band = problem.has_band
     limits = apart and band  # what hides keys of a thread
     query_blocks, key_blocks = -(-problem.Tq // br), -(-problem.Tk // bc)
     paired = int(
@@ -640,14 +640,9 @@ def _divided_by_heads(problem: Problem, processors: int, br: int, bc: int) -> Di
 def _together(problem: Problem, paired: int = 0) -> bool:
     """Does a block of threads of cuda/sm90/fa2_backward.cu go through the same rows of all query heads before the next
     ones? Under a mask it would be at another head than the others, and what all read and add to not be in L2."""
-    band = _has_band(problem)
+    band = problem.has_band
     long = max(problem.Tq, problem.Tk) > WGMMA_TOGETHER_ROWS
-    return band and long and problem.group >= WGMMA_TOGETHER[paired]
-
-
-def _has_band(problem: Problem) -> bool:
-    """Does a band hide keys?"""
-    return not (problem.band.lower is problem.band.upper is None)
+    return band and long and problem.group >= WGMMA_TOGETHER[paired or problem.varlen]
 
 
 def _has_upper_end(problem: Problem) -> bool:
@@ -672,7 +667,7 @@ def _can_be_fused(problem: Problem) -> bool:
     """Can blocks of threads of cuda/sm90/fa2_backward.cu prepare and finish rows of others while they compute?"""
     columns, blocks = max(problem.d, problem.dv), -(-problem.Tk // WGMMA_BACKWARD_KEYS)
     least = WGMMA_FUSED_IN_ORDER if problem.deterministic else WGMMA_FUSED_ROWS
-    if _stores(problem) or problem.deterministic and _has_band(problem) and columns <= WGMMA_SLAB:
+    if _stores(problem) or problem.deterministic and problem.has_band and columns <= WGMMA_SLAB:
         least = WGMMA_FUSED_STORED
     rows = next(rows for width, rows in least.items() if columns <= width)
     return (
@@ -1377,7 +1372,9 @@ def _wgmma_forward(problem: Problem, chip: Chip) -> Tiles | None:
     for shape in shapes[-1:] if problem.softcap is not None or problem.alibi else shapes:
         br, bc = shape.br, shape.bc
         groups = br // WGMMA_ROWS
-        if not shape.least <= problem.Tq <= shape.most or (shape.band and (lower is upper is None or lengths)):
+        # The longest of packed sequences may be far longer than most, or their number of rows if it is not known here
+        most = WGMMA_LONGEST if shape.band and problem.varlen else shape.most
+        if not shape.least <= problem.Tq <= most or (shape.band and (lower is upper is None or problem.ragged)):
             continue
         for buffers, own in ((2, True), (2, False), (1, True), (1, False)):
             resident = [

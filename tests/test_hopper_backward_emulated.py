@@ -70,6 +70,10 @@ PACKED = {
         Hq=4, Hkv=2, Tq=210, Tk=190, d=64, cu=([0, 1, 130, 210], [0, 60, 188, 188]), window=(50, 9), sinks=normal(4)),
     "packed, offsets": dict(
         Tq=90, Tk=120, d=40, cu=([0, 50, 90], [0, 60, 110]), causal=True, q_offset=np.array([5, -9])),
+    "packed, behind padding": dict(
+        Hq=2, Hkv=1, Tq=420, Tk=560, d=128, cu=([130, 150, 200, 330, 330, 400], [260, 300, 300, 420, 540, 541])),
+    "packed, behind padding, causal": dict(
+        Tq=420, Tk=430, d=64, cu=([260, 262, 390, 390, 415], [140, 270, 271, 400, 420]), causal=True),
 }  # fmt: skip
 DTYPES = ("bfloat16", "float16")
 
@@ -1040,6 +1044,12 @@ BROKEN = {
         "one tile", "arrive_as_warp(barriers + DQ_THERE + mine", "arrive_as_warp(barriers + DQ_THERE"),
     "the rest of dV is left out": ("one tile", "begin_dV(PARTS - 1, DV_FIRST, PART / SUM);", ""),
     "dQ is given back before it was read": ("many steps", "await_stores_read<0>();\n        arrive(", "arrive("),
+    "a sequence begins a place later": (
+        "packed, behind padding", "begin(b + half) <= place;", "begin(b + half) < place;"),
+    "places before the first sequence are its own": (
+        "packed, behind padding", "place.block < 0 ? NOBODYS", "false ? NOBODYS"),
+    "padding behind the sequences is left": (
+        "packed", "return {first, sequences, rows - sequences};", "return {first, sequences, first};"),
     "sequences share a block of sums": ("packed", "q_start / BR + b;", "q_start / BR;"),
     "sums of rows and of columns are mixed up": (
         "one tile, d = 64", "slabs + patch * 64 * SLAB_ROW + place", "slabs + place"),

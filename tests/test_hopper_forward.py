@@ -178,12 +178,15 @@ def test_padding_is_never_read(here):
     here.check(case, reference)
 
 
+@pytest.mark.parametrize("d", [64, 128])
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_packed_sequences(here, dtype, causal):
+def test_packed_sequences(here, dtype, causal, d):
     """Boxes reach into the next sequence, and into rows that no sequence owns."""
-    case = make(lead=(), Hq=4, Hkv=2, Tq=420, Tk=560, d=64, dtype=dtype, causal=causal)
+    case = make(lead=(), Hq=4, Hkv=2, Tq=420, Tk=560, d=d, dtype=dtype, causal=causal)
     case.cu_seqlens = ([2, 150, 150, 167, 400], [1, 130, 140, 140, 500])
+    if d == 128:  # the first places in line are nobody's
+        case.cu_seqlens = ([200, 200, 395, 396, 410], [1, 130, 340, 340, 500])
     reference = case.reference()
     of_q, of_k = case.cu_seqlens
     for x, (first, *_, last) in ((case.q, of_q), (case.k, of_k), (case.v, of_k)):
@@ -531,6 +534,12 @@ def packed():
     return case
 
 
+def behind_padding():
+    case = make(lead=(), Hq=1, Tq=600, Tk=200, d=64, dtype="bfloat16")
+    case.cu_seqlens = ([300, 520, 600], [0, 130, 200])
+    return case
+
+
 def padded():
     case = make(B=1, Tq=150, Tk=300, d=128, dtype="bfloat16", kv_lengths=[129])
     case.v[:, :, 129:] = np.nan
@@ -553,6 +562,15 @@ BROKEN = {
     "one key more on the left": (("piece.lower + row - from", "piece.lower + row - 1 - from"), plain(window=(20, 20))),
     "boxes into the next sequence": (
         ("PACKED ? first + WARP_ROWS <= stored : first < stored", "first < stored"), packed
+    ),
+    "a sequence begins a place later": (
+        ("const bool later = begin(b + half) <= place;", "const bool later = begin(b + half) < place;"), packed
+    ),
+    "places before the first sequence are its own": (
+        ("        if (place.block < 0)\n            return false;\n", ""), behind_padding
+    ),
+    "padding before the sequences is left": (
+        ("row < padding.first ? row : row + padding.sequences", "row + padding.sequences"), behind_padding
     ),
     "one column fewer": (("left < 2 ? left : 2", "left < 2 ? 0 : 2"), plain(causal=True, q_offset=97)),
     "counts of other rows": (

@@ -600,11 +600,12 @@ def test_short_heads_have_blocks_of_their_own(more):
         assert taken <= (tiles.br // 64 + 1) * entering
 
 
-def test_bands_of_whole_sequences_have_blocks_of_their_own():
+def test_bands_of_whole_or_packed_sequences_have_blocks_of_their_own():
     two, three = (128, 128), (192, 64)
     for rows, more, shape in (
         (4096, dict(), two), (4096, dict(causal=True), three), (4096, dict(window=(9, None)), three),
-        (4096, dict(causal=True, ragged=True), two), (4096, dict(causal=True, varlen=True), two),
+        (4096, dict(causal=True, ragged=True), two), (4096, dict(varlen=True), two),
+        (4096, dict(causal=True, varlen=True), three), (20000, dict(causal=True, varlen=True), three),
         (192, dict(causal=True), two), (193, dict(causal=True), three), (8192, dict(causal=True), three),
         (8193, dict(causal=True), two),
     ):  # fmt: skip
@@ -929,9 +930,11 @@ def test_blocks_of_keys_of_few_query_heads_are_divided(heads, T, d, parts, in_or
     (dict(), 0, 1), (dict(Hkv=8), 0, 1), (dict(Hkv=4), 1, 0), (dict(Hkv=8, Tq=2048, Tk=2048), 1, 0),
     (dict(Hkv=16, Tq=2048, Tk=2048), 0, 1), (dict(Hkv=4, causal=False), 0, 1), (dict(Hkv=4, deterministic=True), 1, 0),
     (dict(Hkv=8, window=(500, 0)), 1, 0), (dict(Hkv=4, d=64, dv=64), 1, 0), (dict(Hkv=4, B=64, Tq=512, Tk=512), 0, 0),
+    (dict(Hkv=8, Tq=2048, Tk=2048, varlen=True), 0, 0), (dict(Hkv=4, varlen=True), 1, 0),
 ])  # fmt: skip
 def test_rows_of_many_query_heads_come_together(options, together, fused):
-    """Under a mask, from four on, where there would be pairs from eight; in short calls the first dQ is stored."""
+    """Under a mask, from four on; from eight where there would be pairs, or sequences are packed; in short calls the
+    first dQ is stored."""
     fixed = dict(B=8, Hq=32, Hkv=32, Tq=4096, Tk=4096, d=128, dv=128, dtype="bfloat16", backend="cupy_raw", causal=True)
     tiles = plan_tiles(problem(**(fixed | options)), H200, "backward")
     constants = dict(tiles.constants)

@@ -143,8 +143,7 @@ def _schedule(problem: Problem, tiles: Tiles, divided: Divided, key_blocks: int)
 
 def _all_see_keys(problem: Problem, x: Operands) -> bool:
     """Is it known that every row sees a key?"""
-    band = problem.band.lower is not None or problem.band.upper is not None
-    return not (problem.ragged or problem.varlen or band and (x.offset_given or problem.Tq > problem.Tk))
+    return not (problem.ragged or problem.varlen or problem.has_band and (x.offset_given or problem.Tq > problem.Tk))
 
 
 def _section(problem: Problem, tiles: Tiles, key_blocks: int) -> int:
@@ -153,13 +152,16 @@ def _section(problem: Problem, tiles: Tiles, key_blocks: int) -> int:
     threads for each, or with many keys, more or fewer heads, if fewer multiprocessors are idle in the end.
 
     Deterministic, blocks of keys of one head wait for each other: so heads are taken in turn without a band, too, and
-    more of them where a band has a lower end, whose blocks of keys all begin with the same rows.
+    more of them where a band has a lower end, whose blocks of keys all begin with the same rows. Those of packed
+    sequences without a band wait least if all heads are taken in turn.
     """
-    band = problem.band.lower is not None or problem.band.upper is not None
+    band = problem.has_band
     if not (band or problem.deterministic):
         return 1
     constants = dict(tiles.constants)
     last_first, heads = bool(constants.get("LAST_FIRST")), in_turn(problem, problem.Hkv)
+    if problem.varlen and not band:
+        return max(heads, 1)
     together = 1 + constants.get("PAIRED", 0)
     parts = 1 if tiles.lag else tiles.divided.parts  # all blocks of keys have as many blocks of threads
     rows = problem.Tk + problem.group * problem.Tq

@@ -71,7 +71,7 @@ def _fields() -> list[str]:
     words += ["parts", "part_keys", "section", "ahead", "behind"]
     words += ["by_section", "by_heads", "by_last_heads", "by_key_heads", "group", "at_once"]
     words += ["whole", "halved", "share"]
-    words += ["band_lower", "band_upper", "keep_threshold", "seed", "scale", "softcap", "keep_scale"]
+    words += ["band_lower", "band_upper", "keep_threshold", "seed", "scale", "softcap", "keep_scale", "scale_log2"]
     return words
 
 
@@ -95,6 +95,11 @@ _ELSEWHERE = ("out", "mask")  # arguments whose address comes another way
 def _double(x: float) -> int:
     """The bits of a float64 as an integer."""
     return struct.unpack("q", struct.pack("d", x))[0]
+
+
+def _float(x: float) -> int:
+    """The bits of a float32 as those of an integer that come first."""
+    return int(struct.unpack("q", struct.pack("f4x", x))[0])
 
 
 def constants(problem: Problem, tiles: Tiles, *, aligned: bool, side_dtypes: dict[str, str],
@@ -129,7 +134,7 @@ def constants(problem: Problem, tiles: Tiles, *, aligned: bool, side_dtypes: dic
         "SINK_TYPE": TYPES[side_dtypes.get("sinks", "float32")],
         "ALIGNED": int(aligned),
         "PACKED": int(problem.varlen),
-        "BAND": int(problem.band.lower is not None or problem.band.upper is not None),
+        "BAND": int(problem.has_band),
         "BIAS": int(bias is not None),
         "BIAS_OVER_ROWS": int(bias is not None and bias[2] == 1),
         "BIAS_OVER_KEYS": int(bias is not None and bias[3] == 1),
@@ -297,7 +302,7 @@ class Launcher:
             B=problem.B, Hq=problem.Hq, Hkv=problem.Hkv, Tq=problem.Tq, Tk=problem.Tk, rows_q=rows_q, rows_k=rows_k,
             band_lower=lower, band_upper=upper, keep_threshold=philox.threshold(problem.dropout),
             scale=_double(problem.scale), softcap=_double(problem.softcap or 0.0),
-            keep_scale=_double(1.0 / (1.0 - problem.dropout)),
+            keep_scale=_double(1.0 / (1.0 - problem.dropout)), scale_log2=_float(problem.scale * math.log2(math.e)),
         )  # fmt: skip
         if x.bias is not None:
             strides = [s // x.bias.itemsize if n > 1 else 0 for s, n in zip(x.bias.strides, x.bias.shape, strict=True)]
@@ -543,14 +548,14 @@ def blocks_of(rows: int, size: int) -> int:
 
 
 def in_turn(problem: Problem, heads: int) -> int:
-    """Heads that come one behind the other: those of all batch entries, or of packed sequences, which are in one line."""
+    """Heads that come one behind the other: of all batch entries, but for packed sequences, which are in one line."""
     return heads if problem.varlen else problem.B * heads
 
 
 def blocks_of_head(problem: Problem, rows: int, longest: int, size: int) -> int:
-    """Blocks of ``size`` of the rows (or keys) that a head has: ``longest``. Packed sequences, ``rows`` together, are in
-    one line, where each begins a new block (``in_line`` in call.cuh): how many these are at most. So their number is
-    known where the lengths are not, and is hardly more than there are."""
+    """Blocks of ``size`` of the rows (or keys) that a head has: ``longest``. Packed sequences, with ``rows`` together,
+    are in one line, in which each begins a new block (``in_line`` in call.cuh): how many blocks that takes at most. So
+    it is known where lengths are not, and hardly more than there are."""
     return (rows // size + problem.B) * (problem.B > 0) if problem.varlen else blocks_of(longest, size)
 
 

@@ -93,9 +93,10 @@ def sequence(c: Any) -> Any:
 
 
 def rows_in_line(size: int) -> Any:
-    """``rows_in_line(call, place)``: blocks of ``size`` rows of packed sequences in one line, see ``in_line`` in call.cuh.
+    """``rows_in_line(call, place)``: of blocks of ``size`` rows of packed sequences in one line, as in call.cuh.
 
-    Returns the sequence, and the number of its block; a negative one is nobody's, as is one behind its last.
+    Returns whose block has the place, and the number of the block; a negative one is nobody's, as is one behind the
+    last.
     """
 
     @device

@@ -55,6 +55,7 @@ struct Call {
     long long band_lower, band_upper;
     long long keep_threshold, seed;
     double scale, softcap, keep_scale;
+    float scale_log2, unused;  // scale * log2(e), rounded: where it lies instructions take it from, without a register
 };
 static_assert(sizeof(Call) == 8 * CALL_WORDS, "launch.py and call.cuh disagree on the fields of a call");
 

@@ -27,7 +27,8 @@
 // first heads fa2_backward_rows does.
 //
 // Scores are plain ones: what hides keys is a band, and lengths. Rows and keys past the lengths are zeros on chip, so that products with
-// them are, too: of such a row, lse is +infinity, hence P = 0; such a key is hidden as a band hides others, in float16 it has an exponent of -infinity.
+// them are, too: of such a row, lse is +infinity, hence P = 0; such a key is hidden as a band hides others. Without a band, and in pairs, its zeros are
+// enough, with an exponent of -infinity in float16.
 // Both start from delta = rowsum(dO * O) - dlse (side_gradients.cu).
 
 // Fewest copies of upper halves between products: none or nearly none
@@ -571,7 +572,7 @@ __device__ __forceinline__ void compute_all(const Call& call, const Work& work, 
         dV[n] = 0.0f;
 
     if (work.steps > 0) {
-        const float scale = (float)(call.scale * (double)LOG2E);
+        const float scale = call.scale_log2;
         const int q_length = work.q_length, left = (int)least(work.kv_length - work.j0, BC);  // keys of the block
         // Of the lane's two keys: the rows that see them, none if the key does not exist; without a band and in pairs, the most that an exponent may be
         // there, in float16, where dS may be infinite. Between the warpgroup's keys and rows that are `seen`, some are visible, and all that exist with

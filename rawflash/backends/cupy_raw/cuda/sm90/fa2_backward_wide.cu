@@ -236,7 +236,7 @@ __device__ __forceinline__ void compute_scores(const Call& call, const Work& wor
     dV.clear();
 
     if (work.steps > 0) {
-        const float scale = (float)(call.scale * (double)LOG2E);
+        const float scale = call.scale_log2;
         const Seen seen(call, work);
         const LowerHalf K = lower_half(on_chip + AT_K), Q = lower_half(on_chip + AT_Q), dO_across = lower_half(on_chip + AT_DO, BR * SLAB_ROW);
         Ring<STAGES> at;

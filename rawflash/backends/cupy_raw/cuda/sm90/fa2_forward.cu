@@ -403,19 +403,22 @@ struct Consumer {
     int own, behind;              // of a piece: blocks that its rows see any of, and those behind them
     float O[WIDTH / 2], S[BC / 2], m[2], l[2];
     unsigned P[BC / 16][4], Q[Q_STAYS ? ceil_div(D, 16) : 1][4];
-    float unit[PLAIN ? 1 : 3];  // of a score in powers of two; of a product in scores, or in caps; the cap
+    float unit[2];  // unless PLAIN: of a product in scores, or in caps; the cap
 
     __device__ __forceinline__ Consumer(const MappedCall& argument, unsigned char* on_chip, Rest& rest)
         : argument(argument), call(argument.call), on_chip(on_chip), rest(rest), group(__shfl_sync(WARP, threadIdx.x / WARPGROUP, 0) - 1),
           warp(__shfl_sync(WARP, threadIdx.x / WARP_SIZE % 4, 0)), lane(threadIdx.x % WARP_SIZE), n(0)
     {
-        unit[0] = PLAIN ? (float)call.scale * LOG2E : LOG2E;
         if constexpr (!PLAIN) {
-            unit[1] = SOFTCAP ? (float)(call.scale / call.softcap) : (float)call.scale;
-            unit[2] = (float)call.softcap;
+            unit[0] = SOFTCAP ? (float)(call.scale / call.softcap) : (float)call.scale;
+            unit[1] = (float)call.softcap;
+            pin(unit);  // in registers, not computed again and again
         }
-        pin(unit);  // in registers, not computed again and again
     }
+
+    // Of a score in powers of two. Beside products an instruction that reads three registers takes a fifth longer than one of two, so this is not to be
+    // one of the thread's own.
+    __device__ __forceinline__ float in_twos() const { return PLAIN ? call.scale_log2 : LOG2E; }
 
     __device__ __forceinline__ bool leads() const { return threadIdx.x % WARPGROUP == 0; }
     __device__ __forceinline__ int first_row() const { return part * ROWS + warp * WARP_ROWS; }
@@ -483,9 +486,9 @@ struct Consumer {
                 const float distance = ALIBI ? (float)(piece.position + first_row() + g + 8 * r - j0 - 2 * t) : 0.0f;
 #pragma unroll
                 for (int x = 2 * r; x < BC / 2; x += x % 2 ? 3 : 1) {
-                    float score = S[x] * unit[1];
+                    float score = S[x] * unit[0];
                     if constexpr (SOFTCAP)
-                        score = unit[2] * branchless_tanh(score);
+                        score = unit[1] * branchless_tanh(score);
                     if constexpr (ALIBI)
                         score -= piece.slope * fabsf(distance - (x / 4 * 8 + x % 2));
                     S[x] = score;
@@ -514,7 +517,7 @@ struct Consumer {
     // summed so far counts. FIRST: nothing was.
     template <int WAY, bool MASKED, bool FIRST = false> __device__ __forceinline__ bool softmax(float (&alpha)[2])
     {
-        const float c = unit[0];
+        const float c = in_twos();
         bool moves = false;
         float highest[2], sums[2];
         if constexpr (WAY == MOVING || WAY == CAREFULLY) {
@@ -575,7 +578,7 @@ struct Consumer {
     // The maximum moves behind the exponentials of a step: m, l, P and its sums are those with the new one.
     __device__ __forceinline__ void catch_up(float (&sums)[2], float (&alpha)[2])
     {
-        const float c = unit[0];
+        const float c = in_twos();
         float scale[1] = {c};
         pin(scale);  // its inverse is computed here, not kept
         const float inverse = reciprocal_approximately(scale[0]);
@@ -767,7 +770,7 @@ struct Consumer {
         float shift[4], kept[2], added[2];
 #pragma unroll
         for (int r = 0; r < 2; r++)
-            shift[r] = m[r] * unit[0], shift[2 + r] = highest[r] * unit[0];
+            shift[r] = m[r] * in_twos(), shift[2 + r] = highest[r] * in_twos();
         pin(shift);  // rounded, as in the steps
 #pragma unroll
         for (int r = 0; r < 2; r++) {
@@ -854,7 +857,7 @@ struct Consumer {
 #pragma unroll
             for (int r = 0; r < 2; r++) {
                 // A row without a maximum has seen no key, or none with a finite score, or such with P that came out as 0
-                const bool none = m[r] == -INFINITE, good = none ? (total[r] == 0.0f) & !sees[r] : fabsf(m[r] * unit[0]) < MOST_SHIFT;
+                const bool none = m[r] == -INFINITE, good = none ? (total[r] == 0.0f) & !sees[r] : fabsf(m[r] * in_twos()) < MOST_SHIFT;
                 const bool bad = !(total[r] < MOST_SUM) | !(finite[2 * r] + finite[2 * r + 1] == 0.0f) | !good;
                 again = again | (bad & (own > 0) & (first + g + 8 * r < rows));  // without a branch
             }

@@ -1,0 +1,112 @@
+"""Packed sequences: what is launched for them where lengths are on the device, and which rows are cleared."""
+
+from dataclasses import replace
+
+import emulator
+import numpy as np
+import pytest
+from test_cupy_raw_emulated import on_device
+from test_forward import make
+
+from rawflash import problem, tiling
+from rawflash.backends.cupy_raw import fa2_backward, launch
+from rawflash.hardware import chip, kernels_on
+from rawflash.problem import Problem
+from rawflash.tiling import plan_tiles
+
+pytestmark = pytest.mark.emulated
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """(kernel, blocks of threads) of each launch, none of which runs."""
+    emulator.install(monkeypatch)
+    found = []
+    monkeypatch.setattr(launch.Launcher, "run", lambda self, kernel, blocks, *_: found.append((kernel, blocks)))
+    return found
+
+
+def packed(lengths, small_on_device, **options):
+    case = make(lead=(), Hq=4, Hkv=2, Tq=sum(lengths), **options)
+    starts = np.cumsum([0, *lengths]).astype(np.int32)
+    case.cu_seqlens = starts, starts
+    return on_device(case, small_on_device)
+
+
+def of_main_kernels(launched, lengths, small_on_device, **options):
+    """Blocks of threads of a forward and a backward call, by kernel."""
+    launched.clear()
+    problem._MEMO.clear()
+    case = packed(lengths, small_on_device, **options)
+    case.backward(*case.forward())
+    return {kernel: blocks for kernel, blocks in launched if not kernel.startswith("clear_")}
+
+
+@pytest.mark.parametrize("d", [64, 128, 256])
+@pytest.mark.parametrize("causal", [False, True])
+def test_what_is_launched_does_not_grow_with_sequences(launched, monkeypatch, d, causal):
+    """A sequence more is one block more at most, of each size, and head; not as many as the longest could have. Where
+    the lengths are known it is the same: kernels find out themselves."""
+    monkeypatch.setattr(tiling, "_divided_by_heads", lambda *_: tiling.Divided())
+    how = dict(dtype="bfloat16", d=d, causal=causal)
+    one, many = (of_main_kernels(launched, lengths, True, **how) for lengths in ([2048], [128] * 16))
+    assert one.keys() == many.keys() == {"fa2_forward", "row_deltas", "fa2_backward_keys", "fa2_backward_finish"}
+    assert many.pop("fa2_forward") <= tiling.WGMMA_PROCESSORS  # these take one piece after the other
+    for kernel, blocks in many.items():
+        assert blocks <= one[kernel] + 15 * 4, kernel
+    assert many["fa2_backward_keys"] == 2 * (2048 // (64 if d == 256 else 128) + 16)
+    known = of_main_kernels(launched, [128] * 16, False, **how)
+    assert known.pop("fa2_forward") <= tiling.WGMMA_PROCESSORS and known == many
+
+
+def test_the_list_of_pieces_to_be_done_again_is_as_long_as_the_line(launched, monkeypatch):
+    """It has an entry for each warp of each place, not of each block that a sequence could have."""
+    sizes = []
+    workspace = launch.Launcher.workspace
+
+    def kept(self, count, zero=False):
+        sizes.append(count)
+        return workspace(self, count, zero)
+
+    monkeypatch.setattr(launch.Launcher, "workspace", kept)
+    packed([128] * 16, True, dtype="bfloat16", d=128).forward()
+    assert sizes == [(2048 // 128 + 16) * 4 * 8]
+
+
+@pytest.mark.parametrize("B", [0, 1, 3])
+def test_kernels_that_clear_write_padding_alone(monkeypatch, B):
+    """In the emulator memory begins as what was there before: it stays where sequences lie."""
+    emulator.install(monkeypatch)
+    run = launch.Launcher.run
+    monkeypatch.setattr(launch.Launcher, "run", lambda self, kernel, *how: (
+        run(self, kernel, *how) if kernel.startswith("clear_") else None))  # fmt: skip
+    case = make(lead=(), Hq=2, Hkv=1, Tq=314, dtype="float32", d=40)
+    starts = np.array([5, 200, 200, 305][: B + 1], np.int32)
+    case.cu_seqlens = starts, starts
+    case = on_device(case, B % 2 == 1)
+    out, lse = case.forward()
+    gradients = case.backward(out, lse)
+    inside = np.zeros(314, bool)
+    inside[starts[0] : starts[-1]] = True
+    stale = np.asarray(emulator.ndarray(1, np.float32)).view(np.int32)
+    for array in (out, *gradients):
+        rows = np.asarray(array)
+        assert (rows[:, ~inside] == 0).all()
+        assert (rows[:, inside].view(np.int32) == stale).all()
+    assert (np.asarray(lse)[:, ~inside] == -np.inf).all()
+    assert (np.asarray(lse)[:, inside].view(np.int32) == stale).all()
+
+
+@pytest.mark.parametrize("heads", [1, 3, 40])
+def test_in_a_fixed_order_without_a_band_all_heads_come_in_turn(heads):
+    """Blocks of keys of one sequence wait for each other, the fewer heads run at once the longer; under a mask they
+    begin with rows of their own, and one head's rows are all that L2 holds here."""
+    planned = Problem(
+        B=4, Hq=heads, Hkv=heads, Tq=16384, Tk=16384, d=128, dv=128, dtype="bfloat16", backend="cupy_raw",
+        varlen=True, deterministic=True,
+    )  # fmt: skip
+    h200 = replace(kernels_on("cupy_raw", chip("sm_90")), processors=132)
+    for causal, section in ((False, heads), (True, 1)):
+        call = replace(planned, causal=causal)
+        tiles = plan_tiles(call, h200, "backward")
+        assert tiles.family == tiling.WGMMA and fa2_backward._section(call, tiles, 132) == section
