@@ -48,7 +48,7 @@ def as_large_ones(monkeypatch):
 # Tests that plan for themselves, or are of what is planned
 PLANNED = (
     "test_keys_in_parts", "test_rows_of_whole_chunks", "test_the_first_dQ", "test_rows_that_others",
-    "test_blocks_of_keys", "test_pairs", "test_a_thousand_calls",
+    "test_blocks_of_keys", "test_pairs", "test_a_thousand_calls", "test_many_packed",
 )  # fmt: skip
 NEVER = {0: 1 << 30, 1: 1 << 30}
 FUSED_ROWS = ("WGMMA_FUSED_ROWS", "WGMMA_FUSED_IN_ORDER", "WGMMA_FUSED_STORED")
@@ -105,6 +105,24 @@ def test_long_awkward_lengths(T, d, dtype):
     for causal in (False, True):
         case = make(B=1, Hq=2, Hkv=1, Tq=T, d=d, dtype=dtype, causal=causal)
         check(case, case.reference())
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("d", [64, 128, 256])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_many_packed_sequences(d, dtype, causal, deterministic, rng):
+    """Some are empty; padding in front of them and behind is NaN. Their starts are on the device in float16."""
+    lengths_q, lengths_k = rng.integers(0, 300, 50), rng.integers(0, 300, 50)
+    lengths_q[[7, 20, 49]] = lengths_k[[7, 30, 31]] = 0
+    starts = [np.cumsum([first, *lengths]).astype(np.int32) for first, lengths in ((150, lengths_q), (3, lengths_k))]
+    case = make(lead=(), Hq=4, Hkv=2, Tq=starts[0][-1] + 5, Tk=starts[1][-1] + 200, d=d, dtype=dtype, causal=causal)
+    for names, of in ((("q", "dout"), starts[0]), (("k", "v"), starts[1])):
+        for name in names:
+            array = getattr(case, name)
+            array[:, : of[0]] = array[:, of[-1] :] = np.nan
+    case.cu_seqlens = tuple(starts)
+    check(case, case.reference(), small_on_device=dtype == "float16", deterministic=deterministic)
 
 
 @pytest.mark.parametrize("name", ["few rows", "a triangle", "options", "padding"])
