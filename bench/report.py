@@ -4,7 +4,8 @@
     python -m bench.report --check    # exit status 1 where they are not what the records make; needs no matplotlib
 
 A table stands between ``<!-- bench:begin NAME -->`` and ``<!-- bench:end -->``. Of a case the newest row counts that
-has figures of ours; a table is of one device, the one of the newest record. What no record has rows for stays as it is.
+has figures of ours; a table is of one device, the one of the newest record, or that of the folder of `bench/results`
+whose name it has at its end. What no record has rows for stays as it is.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ README = (
 Row = dict[str, Any]
 Made = tuple[str, list[Row]]  # a table, and the rows that it is of
 BEFORE = ", before"
+OTHERS = ("h100",)  # folders of other GPUs' records
 UNITS = {"tflops": "TFLOP/s", "tbytes": "TB/s"}
 
 
@@ -73,32 +75,35 @@ class Results:
 
 
 def load(folder: Path = record.RESULTS) -> dict[str, Results]:
-    """For GPU and CPU, the rows of the device that was measured last.
+    """For GPU and CPU, the rows of the device that was measured last; those of a folder of another device's.
 
     Of one case the last row, unless one before it says more of the same code: figures of newer code beside some peers
     are worth more than those of older code beside all.
     """
-    found = {"gpu": Results(), "cpu": Results()}
-    records = []
-    for path in sorted(folder.glob("*.json")):
-        made = record.read(path)
-        if made.get("schema") == SCHEMA:
-            records.append((made["date"], path.name, made))
-    records.sort(key=lambda entry: entry[:2])
-    for kind, results in found.items():
-        some = [(name, made) for _, name, made in records if made["device"] == kind]
-        results.device = _device(some[-1][1]) if some else ""
-        for name, made in some:
-            if _device(made) != results.device:
-                continue
-            for row in made["rows"]:
-                old = results.rows.get(row["name"])
-                other_code = old is not None and code_of(made) != code_of(results.sources[row["name"]][1])
-                if old is None or says_more(row, old) or (other_code and ratio(row)):
-                    results.replace(row, (name, made))
+    found = {"gpu": _of_one_device(folder, "gpu"), "cpu": _of_one_device(folder, "cpu")}
+    found |= {name: _of_one_device(folder, "gpu", f"{name}/") for name in OTHERS}
     found["reliability"] = _newest(folder, reliability.SCHEMA)
     found["ablations"] = _newest(folder, variants.SCHEMA, variants.ABLATIONS.name)
     return found
+
+
+def _of_one_device(folder: Path, kind: str, within: str = "") -> Results:
+    results, records = Results(), []
+    for path in sorted((folder / within).glob("*.json")):
+        made = record.read(path)
+        if (made.get("schema"), made.get("device")) == (SCHEMA, kind):
+            records.append((made["date"], within + path.name, made))
+    records.sort(key=lambda entry: entry[:2])
+    results.device = _device(records[-1][2]) if records else ""
+    for _, name, made in records:
+        if _device(made) != results.device:
+            continue
+        for row in made["rows"]:
+            old = results.rows.get(row["name"])
+            other_code = old is not None and code_of(made) != code_of(results.sources[row["name"]][1])
+            if old is None or says_more(row, old) or (other_code and ratio(row)):
+                results.replace(row, (name, made))
+    return results
 
 
 def _newest(folder: Path, schema: str, spec: str | None = None) -> Results:
@@ -498,6 +503,8 @@ TABLES: dict[str, tuple[str, Maker]] = {  # name of a block: whose rows, and wha
     "": ("gpu", readme),
     "grid-forward": ("gpu", speeds_of("grid", "forward")),
     "grid-backward": ("gpu", speeds_of("grid", "backward")),
+    "grid-forward-h100": ("h100", speeds_of("grid", "forward")),
+    "grid-backward-h100": ("h100", speeds_of("grid", "backward")),
     "grid-fp16": ("gpu", speeds_of("grid-fp16")),
     "gqa": ("gpu", speeds_of("gqa")),
     "ragged": ("gpu", speeds_of("ragged")),

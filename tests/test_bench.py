@@ -874,6 +874,22 @@ def test_newest_row_of_one_device(root):
     assert found.device == "NVIDIA B200" and list(found.rows) == [name]
 
 
+def test_another_device_has_a_folder_and_tables_of_its_own(root):
+    """It takes nothing from the tables of others, however new it is."""
+    folder, name = root / "bench" / "results", "forward/bfloat16/d128/T4096"
+    synthetic(folder, date="2026-01-02", names=[name])
+    (folder / "h100").mkdir()
+    synthetic(folder / "h100", gpu="NVIDIA H100", date="2026-01-04", factor=2.0, names=[name])
+    found = report.load(folder)
+    assert found["gpu"].device != found["h100"].device == "NVIDIA H100"
+    assert found["h100"].rows[name]["date"] == "2026-01-04" and found["gpu"].rows[name]["date"] == "2026-01-02"
+    blocks = ("grid-forward", "grid-forward-h100")
+    page = "".join(f"<!-- bench:begin {block} -->\n<!-- bench:end -->\n" for block in blocks)
+    first, second = report.page(page, found, {}).split("<!-- bench:begin grid-forward-h100 -->")
+    assert "NVIDIA H100" in second and "`bench/results/h100/bench-2026-01-04-H100.json`" in second
+    assert "H100" not in first and "`bench/results/bench-2026-01-02" in first
+
+
 def test_newer_code_beside_fewer_peers_takes_the_place_of_older(root):
     """Of one state of the code the row that says more stays; of newer code any that has a ratio. Tables tell them."""
     folder, (name, other) = root / "bench" / "results", ("forward/bfloat16/d128/T4096", "forward/bfloat16/d64/T4096")
