@@ -696,7 +696,7 @@ def test_fields_are_those_of_the_struct(file, words):
             fields += [f"{name}.{part}" for _, part, _ in structs[kind]]
         elif count:
             fields += [f"{name}.{n}" for n in range(getattr(launch, count))]
-        else:
+        elif name != "unused":  # half a word
             fields.append(name)
     assert fields == words
 

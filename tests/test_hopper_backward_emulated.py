@@ -701,7 +701,7 @@ def test_schedule(causal, heads, Tk, lag):
     """Each row is prepared and finished once; before those that need it, and behind, with the lag between."""
     problem = Problem(B=1, Hq=heads, Hkv=heads, Tq=Tk, Tk=Tk, d=64, dv=64, dtype="bfloat16", causal=causal)
     blocks = -(-Tk // 128)
-    schedule = fa2_backward._schedule(problem, tiling.Tiles(128, 128, lag=lag), blocks)
+    schedule = fa2_backward._schedule(problem, tiling.Tiles(128, 128, lag=lag), tiling.Divided(), blocks)
     section, ahead, behind = schedule["section"], schedule["ahead"], schedule["behind"]
 
     def place(index):  # key_block in sm90/backward.cuh
@@ -957,6 +957,8 @@ BROKEN_IN_ORDER = {
     "turns are as if all came the last one first, by heads": (
         "longest first behind, by heads", "(unsigned)(mine >= work.late ? last - mine",
         "(unsigned)(true ? last - mine"),
+    "turns are as if all came the last one first, packed": (
+        "longest first behind, packed", "(unsigned)(mine >= work.late ? last - mine", "(unsigned)(true ? last - mine"),
     "those before are counted that have no such rows": (
         "longest first behind", "(last < work.late ? 0 : last + 1 - work.late)", "(last + 1 - work.late)"),
 }  # fmt: skip

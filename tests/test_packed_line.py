@@ -1,7 +1,5 @@
 """Packed sequences: what is launched for them where lengths are on the device, and which rows are cleared."""
 
-from dataclasses import replace
-
 import emulator
 import numpy as np
 import pytest
@@ -9,10 +7,7 @@ from test_cupy_raw_emulated import on_device
 from test_forward import make
 
 from rawflash import problem, tiling
-from rawflash.backends.cupy_raw import fa2_backward, launch
-from rawflash.hardware import chip, kernels_on
-from rawflash.problem import Problem
-from rawflash.tiling import plan_tiles
+from rawflash.backends.cupy_raw import launch
 
 pytestmark = pytest.mark.emulated
 
@@ -97,16 +92,23 @@ def test_kernels_that_clear_write_padding_alone(monkeypatch, B):
     assert (np.asarray(lse)[:, inside].view(np.int32) == stale).all()
 
 
-@pytest.mark.parametrize("heads", [1, 3, 40])
-def test_in_a_fixed_order_without_a_band_all_heads_come_in_turn(heads):
-    """Blocks of keys of one sequence wait for each other, the fewer heads run at once the longer; under a mask they
-    begin with rows of their own, and one head's rows are all that L2 holds here."""
-    planned = Problem(
-        B=4, Hq=heads, Hkv=heads, Tq=16384, Tk=16384, d=128, dv=128, dtype="bfloat16", backend="cupy_raw",
-        varlen=True, deterministic=True,
-    )  # fmt: skip
-    h200 = replace(kernels_on("cupy_raw", chip("sm_90")), processors=132)
-    for causal, section in ((False, heads), (True, 1)):
-        call = replace(planned, causal=causal)
-        tiles = plan_tiles(call, h200, "backward")
-        assert tiles.family == tiling.WGMMA and fa2_backward._section(call, tiles, 132) == section
+def test_the_line_ends_with_the_last_sequence_where_starts_are_known(launched):
+    """In arrays of more rows than are used, neither blocks of threads nor shares of dK and dV are for all of these."""
+    case = make(lead=(), Hq=4, Hkv=1, Tq=8192, dtype="bfloat16", d=128)
+    case.cu_seqlens = (np.array([0, 512]),) * 2
+    case = on_device(case)
+    case.backward(*case.forward())
+    found = dict(launched)
+    assert found["row_deltas"] == 4 * (512 // 64 + 1) and found["fa2_backward_keys"] <= 16 * (512 // 128 + 1)
+
+
+def test_in_a_fixed_order_no_block_of_keys_is_left_out(launched, monkeypatch):
+    """Others wait for each, so that all sequences have as many as the longest could have, whatever their starts say."""
+    monkeypatch.setattr(tiling, "_divided_by_heads", lambda *_: tiling.Divided())
+    found = of_main_kernels(launched, [128] * 16, True, dtype="bfloat16", d=128)
+    case = packed([128] * 16, True, dtype="bfloat16", d=128)
+    launched.clear()
+    case.backward(*case.forward(), deterministic=True)
+    in_order = dict(launched)
+    assert in_order["fa2_backward_keys"] == 2 * 16 * 2048 // 128
+    assert all(in_order[name] == found[name] for name in ("row_deltas", "fa2_backward_finish"))

@@ -7,7 +7,7 @@ from typing import Any
 
 from rawflash.arrays import Target
 from rawflash.backends.cupy_raw.launch import (
-    SIDE, Launcher, blocks_of, blocks_of_head, divisor, in_turn, launcher, side_gradients, split_inputs,
+    SIDE, Launcher, blocks_of, blocks_of_head, divisor, launcher, rows_in_line, side_gradients, split_inputs,
 )  # fmt: skip
 from rawflash.backends.cupy_raw.tensor_map import Box
 from rawflash.problem import Operands, Problem
@@ -84,11 +84,13 @@ def _wgmma(problem: Problem, tiles: Tiles, x: Operands, grads: dict[str, Target]
     threads += WARPGROUP * constants.get("APART", 0)
     paired = constants.get("PAIRED", 0)
     together = 1 + paired  # as many blocks of keys go through as many blocks of rows; those that do not exist are zeros
-    key_blocks = blocks_of_head(problem, x.k.shape[2], problem.Tk, tiles.bc * together) * together
+    key_blocks = blocks_of(problem.Tk, tiles.bc * together) * together
+    if _in_line(problem):
+        key_blocks = blocks_of_head(problem, rows_in_line(x, "k"), problem.Tk, tiles.bc)
     query_blocks = blocks_of_head(problem, rows, problem.Tq, tiles.br * together) * together
-    blocks, all_keys = heads * query_blocks, in_turn(problem, problem.Hkv) * key_blocks
+    blocks, all_keys = heads * query_blocks, _key_heads(problem) * key_blocks
     divided = tiles.divided
-    if problem.varlen and divided.others:  # all of them, by their heads
+    if _in_line(problem) and divided.others:  # all of them, by their heads
         divided = divided._replace(others=all_keys)
     numbers = tiles.br * columns
     schedule = x.memo.get("schedule")
@@ -98,6 +100,8 @@ def _wgmma(problem: Problem, tiles: Tiles, x: Operands, grads: dict[str, Target]
     kernels = launcher(file, problem, tiles, x, written, boxes, **schedule)
     # Query heads whose rows kernels of their own prepare, and finish
     first, last = (schedule[name] // key_blocks * problem.group for name in ("ahead", "behind"))
+    if problem.varlen:  # all rows of these
+        first = last = problem.Hq
     delta = side_gradients(problem, tiles, x, grads, first)
     # Before the sums what is counted: if deterministic, whose turn it is at each block; with a lag, for each key head
     # the blocks of threads that have prepared rows, and those that have added all of theirs; where the first one stores
@@ -126,7 +130,7 @@ def _wgmma(problem: Problem, tiles: Tiles, x: Operands, grads: dict[str, Target]
 def _schedule(problem: Problem, tiles: Tiles, divided: Divided, key_blocks: int) -> dict[str, int]:
     """In which order blocks of threads come, and how far ahead and behind they work, in whole sections of heads: as
     many as there are of them where they do not, as kernels of their own then do it for all."""
-    heads = in_turn(problem, problem.Hkv)
+    heads = _key_heads(problem)
     section = _section(problem, tiles, key_blocks)
     ahead = behind = total = key_blocks * heads
     if tiles.lag:
@@ -141,6 +145,16 @@ def _schedule(problem: Problem, tiles: Tiles, divided: Divided, key_blocks: int)
     return words | {f"by_{name}": divisor(n) for name, n in divisors.items()}
 
 
+def _in_line(problem: Problem) -> bool:
+    """Are blocks of keys of packed sequences in one line? Not in a fixed order (``key_block``, sm90/backward.cuh)."""
+    return problem.varlen and not problem.deterministic
+
+
+def _key_heads(problem: Problem) -> int:
+    """K/V heads that come one behind the other."""
+    return problem.Hkv if _in_line(problem) else problem.B * problem.Hkv
+
+
 def _all_see_keys(problem: Problem, x: Operands) -> bool:
     """Is it known that every row sees a key?"""
     return not (problem.ragged or problem.varlen or problem.has_band and (x.offset_given or problem.Tq > problem.Tk))
@@ -152,16 +166,13 @@ def _section(problem: Problem, tiles: Tiles, key_blocks: int) -> int:
     threads for each, or with many keys, more or fewer heads, if fewer multiprocessors are idle in the end.
 
     Deterministic, blocks of keys of one head wait for each other: so heads are taken in turn without a band, too, and
-    more of them where a band has a lower end, whose blocks of keys all begin with the same rows. Those of packed
-    sequences without a band wait least if all heads are taken in turn.
+    more of them where a band has a lower end, whose blocks of keys all begin with the same rows.
     """
     band = problem.has_band
     if not (band or problem.deterministic):
         return 1
     constants = dict(tiles.constants)
-    last_first, heads = bool(constants.get("LAST_FIRST")), in_turn(problem, problem.Hkv)
-    if problem.varlen and not band:
-        return max(heads, 1)
+    last_first, heads = bool(constants.get("LAST_FIRST")), _key_heads(problem)
     together = 1 + constants.get("PAIRED", 0)
     parts = 1 if tiles.lag else tiles.divided.parts  # all blocks of keys have as many blocks of threads
     rows = problem.Tk + problem.group * problem.Tq
@@ -183,7 +194,7 @@ def _section(problem: Problem, tiles: Tiles, key_blocks: int) -> int:
         usual = min(usual, tiles.lag // key_blocks)
     usual = max(min(usual, heads), 1)
     blocks = heads * key_blocks * parts
-    if problem.varlen or stores or (blocks > SECTION_WAVES * WGMMA_PROCESSORS and key_blocks < SECTION_KEYS):
+    if _in_line(problem) or stores or (blocks > SECTION_WAVES * WGMMA_PROCESSORS and key_blocks < SECTION_KEYS):
         return usual
     keys = tiles.bc * together
     steps = [rows_that_see(problem, j, keys) * problem.group / parts + BLOCK_ROWS for j in range(0, problem.Tk, keys)]

@@ -493,13 +493,14 @@ def side_gradients(
         tiles = _side_tiles(problem, x)
     kernels = launcher("side_gradients.cu", problem, tiles, x, {})
     delta = kernels.workspace(x.q.shape[0] * x.q.shape[1] * x.q.shape[2])
-    values = {"delta.data": delta.data.ptr, "blocks": blocks_of_head(problem, x.q.shape[2], problem.Tq, DELTA_ROWS)}
+    blocks = blocks_of_head(problem, rows_in_line(x, "q"), problem.Tq, DELTA_ROWS)
+    values = {"delta.data": delta.data.ptr, "blocks": blocks}
     if "sinks" in grads:
         values["dsinks"] = grads["sinks"].address
     if "bias" in grads:
         values["dbias"] = grads["bias"].address
     call = kernels.call(problem, x, values)
-    kernels.run("row_deltas", values["blocks"] * (in_turn(problem, problem.Hq) if heads is None else heads), call)
+    kernels.run("row_deltas", blocks * (in_turn(problem, problem.Hq) if heads is None else heads), call)
     if "sinks" in grads:
         kernels.run("sink_gradient", problem.Hq, call, kernels.threads * 8)  # a float64 each
     if "bias" in grads:
@@ -550,6 +551,14 @@ def blocks_of(rows: int, size: int) -> int:
 def in_turn(problem: Problem, heads: int) -> int:
     """Heads that come one behind the other: of all batch entries, but for packed sequences, which are in one line."""
     return heads if problem.varlen else problem.B * heads
+
+
+def rows_in_line(x: Operands, name: str) -> int:
+    """Rows of q, or k, up to the end of the last packed sequence; all that there are where starts are on the device."""
+    starts, lengths = {"q": (x.q_starts, x.visibility.q_lengths), "k": (x.k_starts, x.visibility.kv_lengths)}[name]
+    rows = int(getattr(x, name).shape[2])
+    known = f"cu_seqlens_{name}" not in x.addresses and starts is not None and len(starts) > 0
+    return int(starts[-1] + lengths[-1]) if known else rows
 
 
 def blocks_of_head(problem: Problem, rows: int, longest: int, size: int) -> int:

@@ -30,21 +30,21 @@ def clear_padding(c: Any, names: dict[str, int], lse: bool = False) -> Any:
     rows_of = [(row_of(c, name), columns) for name, columns in names.items()]
     (row_a, columns_a), (row_b, columns_b) = rows_of[0], rows_of[-1]
     two, store, size, real, all_threads = len(names) > 1, STORE[c.TYPE], c.ELEM_BYTES, c.real, c.THREADS
-    lse_of, store_real = row_of(c, "lse"), STORE[c.REAL_TYPE]
+    lse_of, store_real, lanes = row_of(c, "lse"), STORE[c.REAL_TYPE], min(WARP, c.THREADS)
 
     @device
     def clear_padding(call: Any, heads: int, first: int, sequences: int, count: int) -> None:
-        begin = (int64(cuda.blockIdx.x) * all_threads + cuda.threadIdx.x) // WARP
-        for n in range(begin, heads * count, int64(cuda.gridDim.x) * (all_threads // WARP)):
+        begin = (int64(cuda.blockIdx.x) * all_threads + cuda.threadIdx.x) // lanes
+        for n in range(begin, heads * count, int64(cuda.gridDim.x) * (all_threads // lanes)):
             h, t = n // count, n % count
             if t >= first:
                 t += sequences
-            for x in range(cuda.threadIdx.x % WARP, columns_a, WARP):
+            for x in range(cuda.threadIdx.x % lanes, columns_a, lanes):
                 store(row_a(call, 0, h, t) + x * size, real(0))
             if two:
-                for x in range(cuda.threadIdx.x % WARP, columns_b, WARP):
+                for x in range(cuda.threadIdx.x % lanes, columns_b, lanes):
                     store(row_b(call, 0, h, t) + x * size, real(0))
-            if lse and call.lse_data != 0 and cuda.threadIdx.x % WARP == 0:
+            if lse and call.lse_data != 0 and cuda.threadIdx.x % lanes == 0:
                 store_real(lse_of(call, 0, h, t), real(-INFINITE))
 
     return clear_padding

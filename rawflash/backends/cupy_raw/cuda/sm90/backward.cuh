@@ -42,16 +42,18 @@ struct KeyBlock {
 // Heads come in sections whose matrices L2 can hold; of a section the first keys first, which most rows see if it is causal. LAST_FIRST: the last keys.
 // DETERMINISTIC, too, but these have few rows, and multiprocessors would be idle in the end: so of the last section the last half of the blocks comes
 // first, up from the shortest, then the first half, down from the longest. Not where all blocks of threads run at once, and would wait. PACKED:
-// blocks are those of all sequences, one behind the other. One that is nobody's is behind the last of any sequence.
+// blocks are those of all sequences in one line; one that is nobody's is behind the last of any sequence. In a fixed order each sequence has as many as
+// the longest: if starts on the device fell, there would be no place in line for blocks that others wait for.
 __device__ __forceinline__ KeyBlock key_block(const Call& call, unsigned index)
 {
-    const unsigned heads = (unsigned)(PACKED ? call.Hkv : call.B * call.Hkv), blocks = (unsigned)call.blocks, section = (unsigned)call.section;
+    constexpr bool IN_LINE = PACKED && !DETERMINISTIC;
+    const unsigned heads = (unsigned)(IN_LINE ? call.Hkv : call.B * call.Hkv), blocks = (unsigned)call.blocks, section = (unsigned)call.section;
     const unsigned first = divided(index, call.by_section) * section, rest = (index - first * blocks) >> PAIRED;
     const bool is_last = heads - first <= section;
     const unsigned nth = divided(rest, is_last ? call.by_last_heads : call.by_heads), head = first + rest - nth * (is_last ? heads - first : section);
-    const unsigned count = blocks >> PAIRED, late = LAST_FIRST && DETERMINISTIC && !PACKED && is_last && gridDim.x > call.at_once ? count / 2 : 0;
+    const unsigned count = blocks >> PAIRED, late = LAST_FIRST && DETERMINISTIC && is_last && gridDim.x > call.at_once ? count / 2 : 0;
     const unsigned block = !LAST_FIRST ? nth : nth < count - late ? count - 1 - nth : nth - (count - late);
-    if constexpr (PACKED) {
+    if constexpr (IN_LINE) {
         const InLine place = in_line<BC>(call, call.cu_seqlens_k, call.rows_k, (int)block);
         return {(unsigned)place.b * (unsigned)call.Hkv + head, place.block < 0 ? NOBODYS : (unsigned)place.block, late};
     }

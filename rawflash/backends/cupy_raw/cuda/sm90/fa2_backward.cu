@@ -572,7 +572,8 @@ __device__ __forceinline__ void compute_all(const Call& call, const Work& work, 
         dV[n] = 0.0f;
 
     if (work.steps > 0) {
-        const float scale = call.scale_log2;
+        // A number of the call leaves a register to others; with 64 rows, divided blocks of keys and no mask, the assembler spills two for it
+        const float scale = BR == 128 ? call.scale_log2 : (float)(call.scale * (double)LOG2E);
         const int q_length = work.q_length, left = (int)least(work.kv_length - work.j0, BC);  // keys of the block
         // Of the lane's two keys: the rows that see them, none if the key does not exist; without a band and in pairs, the most that an exponent may be
         // there, in float16, where dS may be infinite. Between the warpgroup's keys and rows that are `seen`, some are visible, and all that exist with
