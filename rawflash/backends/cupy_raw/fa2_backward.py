@@ -7,7 +7,7 @@ from typing import Any
 
 from rawflash.arrays import Target
 from rawflash.backends.cupy_raw.launch import (
-    SIDE, Launcher, blocks_of, blocks_of_head, divisor, launcher, rows_in_line, side_gradients, split_inputs,
+    SIDE, Launcher, blocks_of, blocks_of_head, divisor, launcher, side_gradients, split_inputs,
 )  # fmt: skip
 from rawflash.backends.cupy_raw.tensor_map import Box
 from rawflash.problem import Operands, Problem
@@ -86,8 +86,8 @@ def _wgmma(problem: Problem, tiles: Tiles, x: Operands, grads: dict[str, Target]
     together = 1 + paired  # as many blocks of keys go through as many blocks of rows; those that do not exist are zeros
     key_blocks = blocks_of(problem.Tk, tiles.bc * together) * together
     if _in_line(problem):
-        key_blocks = blocks_of_head(problem, rows_in_line(x, "k"), problem.Tk, tiles.bc)
-    query_blocks = blocks_of_head(problem, rows, problem.Tq, tiles.br * together) * together
+        key_blocks = blocks_of_head(problem, x, "k", tiles.bc)
+    query_blocks = blocks_of_head(problem, x, "q", tiles.br * together, whole=True) * together
     blocks, all_keys = heads * query_blocks, _key_heads(problem) * key_blocks
     divided = tiles.divided
     if _in_line(problem) and divided.others:  # all of them, by their heads

@@ -7,7 +7,7 @@ import os
 from dataclasses import replace
 
 from rawflash.arrays import Target
-from rawflash.backends.cupy_raw.launch import blocks_of, blocks_of_head, in_turn, launcher, rows_in_line, split_inputs
+from rawflash.backends.cupy_raw.launch import blocks_of, blocks_of_head, in_turn, launcher, split_inputs
 from rawflash.backends.cupy_raw.tensor_map import Box
 from rawflash.problem import Operands, Problem
 from rawflash.tiling import (
@@ -86,7 +86,7 @@ def _section(problem: Problem, tiles: Tiles) -> int:
 
 
 def _warpgroups(problem: Problem, tiles: Tiles, x: Operands, out: Target, lse: Target) -> None:
-    blocks, heads = blocks_of_head(problem, rows_in_line(x, "q"), problem.Tq, tiles.br), in_turn(problem, problem.Hq)
+    blocks, heads = blocks_of_head(problem, x, "q", tiles.br), in_turn(problem, problem.Hq)
     groups = tiles.br // WGMMA_ROWS
     kernels = x.memo.get("sm90/fa2_forward.cu")
     if kernels is None:

@@ -493,7 +493,7 @@ def side_gradients(
         tiles = _side_tiles(problem, x)
     kernels = launcher("side_gradients.cu", problem, tiles, x, {})
     delta = kernels.workspace(x.q.shape[0] * x.q.shape[1] * x.q.shape[2])
-    blocks = blocks_of_head(problem, rows_in_line(x, "q"), problem.Tq, DELTA_ROWS)
+    blocks = blocks_of_head(problem, x, "q", DELTA_ROWS)
     values = {"delta.data": delta.data.ptr, "blocks": blocks}
     if "sinks" in grads:
         values["dsinks"] = grads["sinks"].address
@@ -553,19 +553,18 @@ def in_turn(problem: Problem, heads: int) -> int:
     return heads if problem.varlen else problem.B * heads
 
 
-def rows_in_line(x: Operands, name: str) -> int:
-    """Rows of q, or k, up to the end of the last packed sequence; all that there are where starts are on the device."""
-    starts, lengths = {"q": (x.q_starts, x.visibility.q_lengths), "k": (x.k_starts, x.visibility.kv_lengths)}[name]
-    rows = int(getattr(x, name).shape[2])
-    known = f"cu_seqlens_{name}" not in x.addresses and starts is not None and len(starts) > 0
-    return int(starts[-1] + lengths[-1]) if known else rows
-
-
-def blocks_of_head(problem: Problem, rows: int, longest: int, size: int) -> int:
-    """Blocks of ``size`` of the rows (or keys) that a head has: ``longest``. Packed sequences, with ``rows`` together,
-    are in one line, in which each begins a new block (``in_line`` in call.cuh): how many blocks that takes at most. So
-    it is known where lengths are not, and hardly more than there are."""
-    return (rows // size + problem.B) * (problem.B > 0) if problem.varlen else blocks_of(longest, size)
+def blocks_of_head(problem: Problem, x: Operands, name: str, size: int, whole: bool = False) -> int:
+    """Blocks of ``size`` of the rows of q, or k, that a head has. Packed sequences are in one line, in which each begins
+    a new block (``in_line`` in call.cuh): as many as that takes at most, which is known where lengths are not. It ends
+    with the last sequence, or, where starts are on the device, or if ``whole``, with the array."""
+    if not problem.varlen:
+        return blocks_of(problem.Tq if name == "q" else problem.Tk, size)
+    v = x.visibility
+    rows, starts, lengths = (x.q, x.q_starts, v.q_lengths) if name == "q" else (x.k, x.k_starts, v.kv_lengths)
+    if len(starts) == 0:
+        return 0
+    on_device = f"cu_seqlens_{name}" in x.addresses
+    return (rows.shape[2] if whole or on_device else int(starts[-1] + lengths[-1])) // size + problem.B
 
 
 def _aligned(matrices: Iterable[np.ndarray]) -> bool:
