@@ -554,8 +554,8 @@ def in_turn(problem: Problem, heads: int) -> int:
 
 
 def blocks_of_head(problem: Problem, x: Operands, name: str, size: int, whole: bool = False) -> int:
-    """Blocks of ``size`` of the rows of q, or k, that a head has. Packed sequences are in one line, in which each begins
-    a new block (``in_line`` in call.cuh): as many as that takes at most, which is known where lengths are not. It ends
+    """Blocks of ``size`` of the rows of q, or k, that a head has. Packed sequences are in one line, where each begins a
+    new block (``in_line`` in call.cuh): as many as that takes at most, which is known where lengths are not. It ends
     with the last sequence, or, where starts are on the device, or if ``whole``, with the array."""
     if not problem.varlen:
         return blocks_of(problem.Tq if name == "q" else problem.Tk, size)
