@@ -592,7 +592,8 @@ def _wgmma_keys(problem: Problem, chip: Chip, d: int, dv: int, lag: int) -> Tile
     return Tiles(br, bc, resident, chip.name, chip.on_chip_bytes, JI, family=WGMMA, lag=lag, divided=divided,
                  constants=(("FUSED", int(fused)), ("APART", int(apart)), ("STORES", int(stores)),
                             ("DIVIDED", int(divided.threads > 0)), ("TOGETHER", int(together)), ("PAIRED", paired),
-                            ("LAST_FIRST", int(last_first)), ("FIRST_STORES", int(first_stores))))  # fmt: skip
+                            ("LAST_FIRST", int(last_first)), ("FIRST_STORES", int(first_stores)),
+                            ("LOWER", int(problem.band.lower is not None))))  # fmt: skip
 
 
 def _divided(blocks: int, rows: int, group: int, processors: int, together: int = 1) -> Divided:

@@ -335,13 +335,39 @@ def check_a_large_key(d, dtype, **more):
 
 @pytest.mark.parametrize("dtype, old, new", [
     ("float16", "y < left ? 0.0f : -INFINITE", "0.0f"),
-    ("bfloat16", "TYPE == BFLOAT16 ? 0.0f : most", "TYPE == BFLOAT16 ? INFINITE : most"),
+    ("bfloat16", "-fabsf(power)", "power"),
 ])  # fmt: skip
 @pytest.mark.parametrize("d", [64, 128])
 def test_keys_that_do_not_exist_are_missed(d, dtype, old, new, device_by_name, monkeypatch):
     break_backward(monkeypatch, old, new)
     with pytest.raises(AssertionError):
         check_a_large_key(d, dtype)
+
+
+def check_small_scores(d, causal):
+    """Scores are 0, so that exp(-lse) is 1 for a key that does not exist; it is seen by all rows, if by any."""
+    case = one_large_key(d, "float16", **(dict(causal=True, q_offset=1000) if causal else {}))
+    case.q[:] = 0
+    moved = on_device(case)
+    dq = np.asarray(moved.backward(*moved.forward())[0]).astype(np.float64)
+    assert not dq.any()
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("d", [64, 128])
+def test_keys_that_do_not_exist_are_hidden(d, causal, device_by_name, taken):
+    check_small_scores(d, causal)
+    assert taken
+
+
+@pytest.mark.parametrize("causal, old, new", [
+    (False, "y < left ? 0.0f : -INFINITE", "0.0f"), (True, "(LOWER || y < left ? low : NO_ROW)", "low"),
+])  # fmt: skip
+@pytest.mark.parametrize("d", [64, 128])
+def test_keys_that_do_not_exist_and_are_seen_are_caught(d, causal, old, new, device_by_name, monkeypatch):
+    break_backward(monkeypatch, old, new)
+    with pytest.raises(AssertionError):
+        check_small_scores(d, causal)
 
 
 def test_two_calls_do_not_add_up(device_by_name):
@@ -669,8 +695,7 @@ def test_keys_of_pairs_that_do_not_exist_have_no_share(name, device_by_name, pai
 
 @pytest.mark.parametrize("name", KEYS_THAT_DO_NOT_EXIST)
 def test_keys_of_pairs_that_do_not_exist_and_have_a_share_are_caught(name, device_by_name, paired, zeros, monkeypatch):
-    old, new = ("BAND && !PAIRED ||", "BAND ||") if "causal" in name else ("0.0f : -INFINITE", "0.0f : 0.0f")
-    break_backward(monkeypatch, old, new)
+    break_backward(monkeypatch, "0.0f : -INFINITE", "0.0f : 0.0f")
     with pytest.raises(AssertionError):
         check_a_large_key(128, "float16", Tq=128, **KEYS_THAT_DO_NOT_EXIST[name])
     assert zeros[0][0]["PAIRED"] == 1
@@ -957,8 +982,8 @@ BROKEN_IN_ORDER = {
     "turns are as if all came the last one first, by heads": (
         "longest first behind, by heads", "(unsigned)(mine >= work.late ? last - mine",
         "(unsigned)(true ? last - mine"),
-    "turns are as if all came the last one first, packed": (
-        "longest first behind, packed", "(unsigned)(mine >= work.late ? last - mine", "(unsigned)(true ? last - mine"),
+    "the last section of packed sequences is in two halves": (
+        "longest first behind, packed", "LAST_FIRST && DETERMINISTIC && !PACKED && is_last", "LAST_FIRST && DETERMINISTIC && is_last"),
     "those before are counted that have no such rows": (
         "longest first behind", "(last < work.late ? 0 : last + 1 - work.late)", "(last + 1 - work.late)"),
 }  # fmt: skip
@@ -988,6 +1013,10 @@ def test_broken_kernels_that_store_are_caught(name, device_by_name, taken, monke
 BROKEN = {
     "": ("causal", "", ""),
     "the band is a row wide of the mark": ("causal", "low = (int)clamp(j - call", "low = (int)clamp(j - 1 - call"),
+    "a row sees a key that comes behind it": ("causal", "(int)before < -row", "(int)before < -1 - row"),
+    "a row sees a key that comes behind it, d = 128": ("causal, d = 128", "(int)before < -row", "(int)before < -1 - row"),
+    "a window's lower end is a row wide of the mark": (
+        "window, d = 128", "before + row >= (n", "before + row > (n"),
     "rows that a window hides are taken for plain": (
         "window, d = 128", "(steps > 0 && i0 >= plain_from && i0 + BR <= plain_to)", "(steps > 0 && i0 >= plain_from)"),
     "all tiles are taken for plain": ("causal", "step(S, true);", "step(S, false);"),

@@ -1,5 +1,7 @@
 """Packed sequences: what is launched for them where lengths are on the device, and which rows are cleared."""
 
+import ctypes
+
 import emulator
 import numpy as np
 import pytest
@@ -102,13 +104,53 @@ def test_the_line_ends_with_the_last_sequence_where_starts_are_known(launched):
     assert found["row_deltas"] == 4 * (512 // 64 + 1) and found["fa2_backward_keys"] <= 16 * (512 // 128 + 1)
 
 
-def test_in_a_fixed_order_no_block_of_keys_is_left_out(launched, monkeypatch):
-    """Others wait for each, so that all sequences have as many as the longest could have, whatever their starts say."""
+@pytest.mark.parametrize("small_on_device", [False, True])
+def test_in_a_fixed_order_as_much_is_launched(launched, monkeypatch, small_on_device):
+    """And, where starts are on the device, a kernel that makes them rise: others wait for each block of keys."""
     monkeypatch.setattr(tiling, "_divided_by_heads", lambda *_: tiling.Divided())
-    found = of_main_kernels(launched, [128] * 16, True, dtype="bfloat16", d=128)
-    case = packed([128] * 16, True, dtype="bfloat16", d=128)
+    lengths, how = [128] * 16, dict(dtype="bfloat16", d=128)
+    found = of_main_kernels(launched, lengths, small_on_device, **how)
+    del found["fa2_forward"]
+    case = packed(lengths, small_on_device, **how)
+    results = case.forward()
     launched.clear()
+    case.backward(*results, deterministic=True)
+    in_order = {kernel: blocks for kernel, blocks in launched if not kernel.startswith("clear_")}
+    assert in_order == found | ({"rising_starts": 2} if small_on_device else {})
+
+
+FALLEN = {
+    "as they should be": [0, 100, 100, 330],
+    "one falls": [0, 300, 40, 330],
+    "all fall": [330, 200, 100, 0],
+    "outside": [-7, 5000, 128, 2**40],
+    "many": list(np.random.default_rng(3).integers(-50, 400, 600)),
+}
+
+
+@pytest.mark.parametrize("dtype", [np.int32, np.int64])
+@pytest.mark.parametrize("name", FALLEN)
+def test_starts_are_made_to_rise(monkeypatch, name, dtype):
+    """Kernels find starts that never fall, so that a call in a fixed order ends, whatever tables on a device say."""
+    emulator.install(monkeypatch)
+    run, found = launch.Launcher.run, {}
+
+    def running(self, kernel, blocks, words, *how):
+        run(self, kernel, blocks, words, *how)
+        if kernel == "rising_starts":
+            at, count = words[launch._WORD["sums"]], len(given)
+            found["written"] = [at, 8, at + 8 * count, 8]
+            found["starts"] = np.ctypeslib.as_array((ctypes.c_int64 * (2 * count)).from_address(at)).reshape(2, count).copy()
+        elif kernel == "fa2_backward_keys":
+            found["read"] = [words[launch._WORD[f"cu_seqlens_{of}.{part}"]] for of in "qk" for part in ("data", "bytes")]
+
+    monkeypatch.setattr(launch.Launcher, "run", running)
+    case = make(lead=(), Hq=2, Hkv=1, Tq=330, Tk=290, dtype="bfloat16", d=64)
+    limits = np.iinfo(dtype)
+    given = np.clip(np.array(FALLEN[name]), limits.min, limits.max).astype(dtype)
+    case.cu_seqlens = given, given
+    case = on_device(case, True)
     case.backward(*case.forward(), deterministic=True)
-    in_order = dict(launched)
-    assert in_order["fa2_backward_keys"] == 2 * 16 * 2048 // 128
-    assert all(in_order[name] == found[name] for name in ("row_deltas", "fa2_backward_finish"))
+    for starts, rows in zip(found["starts"], (330, 290), strict=True):
+        assert (starts == np.maximum.accumulate(np.clip(given.astype(np.int64), 0, rows))).all()
+    assert found["read"] == found["written"]

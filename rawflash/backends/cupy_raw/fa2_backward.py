@@ -7,7 +7,7 @@ from typing import Any
 
 from rawflash.arrays import Target
 from rawflash.backends.cupy_raw.launch import (
-    SIDE, Launcher, blocks_of, blocks_of_head, divisor, launcher, side_gradients, split_inputs,
+    SIDE, Launcher, blocks_of, blocks_of_head, divisor, in_turn, launcher, side_gradients, split_inputs,
 )  # fmt: skip
 from rawflash.backends.cupy_raw.tensor_map import Box
 from rawflash.problem import Operands, Problem
@@ -84,13 +84,11 @@ def _wgmma(problem: Problem, tiles: Tiles, x: Operands, grads: dict[str, Target]
     threads += WARPGROUP * constants.get("APART", 0)
     paired = constants.get("PAIRED", 0)
     together = 1 + paired  # as many blocks of keys go through as many blocks of rows; those that do not exist are zeros
-    key_blocks = blocks_of(problem.Tk, tiles.bc * together) * together
-    if _in_line(problem):
-        key_blocks = blocks_of_head(problem, x, "k", tiles.bc)
+    key_blocks = blocks_of_head(problem, x, "k", tiles.bc * together) * together
     query_blocks = blocks_of_head(problem, x, "q", tiles.br * together, whole=True) * together
-    blocks, all_keys = heads * query_blocks, _key_heads(problem) * key_blocks
+    blocks, all_keys = heads * query_blocks, in_turn(problem, problem.Hkv) * key_blocks
     divided = tiles.divided
-    if _in_line(problem) and divided.others:  # all of them, by their heads
+    if problem.varlen and divided.others:  # all of them, by their heads
         divided = divided._replace(others=all_keys)
     numbers = tiles.br * columns
     schedule = x.memo.get("schedule")
@@ -119,6 +117,8 @@ def _wgmma(problem: Problem, tiles: Tiles, x: Operands, grads: dict[str, Target]
         cleared = 0
     dQ.data.memset_async(0, 4 * (counters + numbers * cleared))
     call = _call(kernels, problem, x, grads, delta, dQ, key_blocks, counters)
+    if problem.deterministic and x.addresses.keys() & {"cu_seqlens_q", "cu_seqlens_k"}:
+        call = _rising(kernels, problem, x, call)
     if paired:
         kernels.run("fa2_backward_rows", query_blocks * first, call)
     if problem.varlen:
@@ -130,7 +130,7 @@ def _wgmma(problem: Problem, tiles: Tiles, x: Operands, grads: dict[str, Target]
 def _schedule(problem: Problem, tiles: Tiles, divided: Divided, key_blocks: int) -> dict[str, int]:
     """In which order blocks of threads come, and how far ahead and behind they work, in whole sections of heads: as
     many as there are of them where they do not, as kernels of their own then do it for all."""
-    heads = _key_heads(problem)
+    heads = in_turn(problem, problem.Hkv)
     section = _section(problem, tiles, key_blocks)
     ahead = behind = total = key_blocks * heads
     if tiles.lag:
@@ -145,14 +145,16 @@ def _schedule(problem: Problem, tiles: Tiles, divided: Divided, key_blocks: int)
     return words | {f"by_{name}": divisor(n) for name, n in divisors.items()}
 
 
-def _in_line(problem: Problem) -> bool:
-    """Are blocks of keys of packed sequences in one line? Not in a fixed order (``key_block``, sm90/backward.cuh)."""
-    return problem.varlen and not problem.deterministic
-
-
-def _key_heads(problem: Problem) -> int:
-    """K/V heads that come one behind the other."""
-    return problem.Hkv if _in_line(problem) else problem.B * problem.Hkv
+def _rising(kernels: Launcher, problem: Problem, x: Operands, call: Any) -> Any:
+    """The words of a call in a fixed order whose starts are on the device, where nobody has looked at them: made to
+    never fall, since blocks of threads wait for others that would have no place in line."""
+    count = problem.B + 1
+    starts = kernels.workspace(2 * 2 * count)  # of rows and keys, of 64 bits
+    kernels.run("rising_starts", 2, kernels.call(problem, x, {"sums": starts.data.ptr}, call), 8 * kernels.threads)
+    return kernels.call(problem, x, {
+        "cu_seqlens_q.data": starts.data.ptr, "cu_seqlens_k.data": starts.data.ptr + 8 * count,
+        "cu_seqlens_q.bytes": 8, "cu_seqlens_k.bytes": 8,
+    }, call)  # fmt: skip
 
 
 def _all_see_keys(problem: Problem, x: Operands) -> bool:
@@ -166,13 +168,16 @@ def _section(problem: Problem, tiles: Tiles, key_blocks: int) -> int:
     threads for each, or with many keys, more or fewer heads, if fewer multiprocessors are idle in the end.
 
     Deterministic, blocks of keys of one head wait for each other: so heads are taken in turn without a band, too, and
-    more of them where a band has a lower end, whose blocks of keys all begin with the same rows.
+    more of them where a band has a lower end, whose blocks of keys all begin with the same rows. Those of packed
+    sequences without a band wait least if all heads are taken in turn.
     """
     band = problem.has_band
     if not (band or problem.deterministic):
         return 1
     constants = dict(tiles.constants)
-    last_first, heads = bool(constants.get("LAST_FIRST")), _key_heads(problem)
+    last_first, heads = bool(constants.get("LAST_FIRST")), in_turn(problem, problem.Hkv)
+    if problem.varlen and not band:
+        return max(heads, 1)
     together = 1 + constants.get("PAIRED", 0)
     parts = 1 if tiles.lag else tiles.divided.parts  # all blocks of keys have as many blocks of threads
     rows = problem.Tk + problem.group * problem.Tq
@@ -194,7 +199,7 @@ def _section(problem: Problem, tiles: Tiles, key_blocks: int) -> int:
         usual = min(usual, tiles.lag // key_blocks)
     usual = max(min(usual, heads), 1)
     blocks = heads * key_blocks * parts
-    if _in_line(problem) or stores or (blocks > SECTION_WAVES * WGMMA_PROCESSORS and key_blocks < SECTION_KEYS):
+    if problem.varlen or stores or (blocks > SECTION_WAVES * WGMMA_PROCESSORS and key_blocks < SECTION_KEYS):
         return usual
     keys = tiles.bc * together
     steps = [rows_that_see(problem, j, keys) * problem.group / parts + BLOCK_ROWS for j in range(0, problem.Tk, keys)]

@@ -32,6 +32,34 @@ struct Part {
     int number, count;
 };
 
+#if PACKED && DETERMINISTIC
+// The starts of rows, then those of keys, as 64-bit numbers that never fall, in the arrays: where starts fall there would be no place in line for blocks
+// of keys that others wait for. By a block of threads each; each thread has some of them, one behind the other.
+extern "C" __global__ void __launch_bounds__(THREADS) rising_starts(const __grid_constant__ Call call)
+{
+    extern __shared__ __align__(SLAB_ALIGNMENT) unsigned char on_chip[];
+    long long* const most_of = (long long*)on_chip;  // each thread has seen
+    const bool of_keys = blockIdx.x > 0;
+    const Table table = of_keys ? call.cu_seqlens_k : call.cu_seqlens_q;
+    const long long count = call.B + 1, rows = of_keys ? call.rows_k : call.rows_q;
+    const long long each = (count + THREADS - 1) / THREADS, from = least(threadIdx.x * each, count), to = least(from + each, count);
+    const auto rise = [&](long long& most, long long start) { most = clamp(start, most, rows); };
+    long long* const rising = (long long*)call.sums + of_keys * count;
+    long long most = 0;
+    for (long long b = from; b < to; b++)
+        rise(most, entry(table, b, 0));
+    most_of[threadIdx.x] = most;
+    __syncthreads();
+    most = 0;
+    for (unsigned before = 0; before < threadIdx.x; before++)
+        rise(most, most_of[before]);
+    for (long long b = from; b < to; b++) {
+        rise(most, entry(table, b, 0));
+        rising[b] = most;
+    }
+}
+#endif
+
 constexpr unsigned NOBODYS = (1u << 30) / BC;  // where no sequence has keys
 
 // Which block of keys of which key head of all a block of threads has.
@@ -42,18 +70,16 @@ struct KeyBlock {
 // Heads come in sections whose matrices L2 can hold; of a section the first keys first, which most rows see if it is causal. LAST_FIRST: the last keys.
 // DETERMINISTIC, too, but these have few rows, and multiprocessors would be idle in the end: so of the last section the last half of the blocks comes
 // first, up from the shortest, then the first half, down from the longest. Not where all blocks of threads run at once, and would wait. PACKED:
-// blocks are those of all sequences in one line; one that is nobody's is behind the last of any sequence. In a fixed order each sequence has as many as
-// the longest: if starts on the device fell, there would be no place in line for blocks that others wait for.
+// blocks are those of all sequences in one line; one that is nobody's is behind the last of any sequence.
 __device__ __forceinline__ KeyBlock key_block(const Call& call, unsigned index)
 {
-    constexpr bool IN_LINE = PACKED && !DETERMINISTIC;
-    const unsigned heads = (unsigned)(IN_LINE ? call.Hkv : call.B * call.Hkv), blocks = (unsigned)call.blocks, section = (unsigned)call.section;
+    const unsigned heads = (unsigned)(PACKED ? call.Hkv : call.B * call.Hkv), blocks = (unsigned)call.blocks, section = (unsigned)call.section;
     const unsigned first = divided(index, call.by_section) * section, rest = (index - first * blocks) >> PAIRED;
     const bool is_last = heads - first <= section;
     const unsigned nth = divided(rest, is_last ? call.by_last_heads : call.by_heads), head = first + rest - nth * (is_last ? heads - first : section);
-    const unsigned count = blocks >> PAIRED, late = LAST_FIRST && DETERMINISTIC && is_last && gridDim.x > call.at_once ? count / 2 : 0;
+    const unsigned count = blocks >> PAIRED, late = LAST_FIRST && DETERMINISTIC && !PACKED && is_last && gridDim.x > call.at_once ? count / 2 : 0;
     const unsigned block = !LAST_FIRST ? nth : nth < count - late ? count - 1 - nth : nth - (count - late);
-    if constexpr (IN_LINE) {
+    if constexpr (PACKED) {
         const InLine place = in_line<BC>(call, call.cu_seqlens_k, call.rows_k, (int)block);
         return {(unsigned)place.b * (unsigned)call.Hkv + head, place.block < 0 ? NOBODYS : (unsigned)place.block, late};
     }

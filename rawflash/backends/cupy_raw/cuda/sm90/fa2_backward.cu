@@ -32,7 +32,7 @@
 // Both start from delta = rowsum(dO * O) - dlse (side_gradients.cu).
 
 // Fewest copies of upper halves between products: none or nearly none
-#define IN_TWO (TOGETHER && (BR == 64 || DETERMINISTIC && !BAND))
+#define IN_TWO (TOGETHER && (BR == 64 || DETERMINISTIC && !BAND) || BR == 128 && !BAND && !DIVIDED)
 #define UPPER_HALVES \
     {0, 1, PAIRED && BAND || IN_TWO ? 2 : 1, !PAIRED && !IN_TWO && (BR == 128 || BAND && !STORES && (FUSED || !DETERMINISTIC)) ? 1 : 2, BAND ? 2 : 1}
 #include "backward.cuh"
@@ -45,15 +45,20 @@ constexpr int ADDS = COPYING == 64 ? 64 : 32;                     // a thread be
 constexpr int PART = 64, PARTS = BR / PART;                       // rows that dP has at a time
 static_assert(KEYS == 64 && BR % SLAB == 0, "what products can do");
 
+// Exponents are cut at 0. In float16 dS of keys that do not exist may be infinite, so that theirs are -infinity, where nothing hides them. BY_SIGN: by
+// the sign of an operand, without an instruction; for a mask, FUSED and 64 rows, the assembler would spill for it.
+constexpr bool HAS_BOUNDS = TYPE == FLOAT16 && (!BAND || PAIRED), BY_SIGN = !HAS_BOUNDS && !(BR == 64 && BAND && FUSED && !PAIRED);
+
 // Steps of SUM columns of dP = V dO^T whose factor V is in registers, not in shared memory, which is what bounds this kernel: as many as there is
 // room for. LIMITS_ON_CHIP: what hides keys of a lane is in shared memory, as few blocks of rows need it; where no product reads that slab of V any
 // more, there.
-constexpr int V_HELD = APART ? STORES || FUSED && FIRST_STORES ? 2 : 3 : BR == 128 ? TO_V / SUM : 4;
+constexpr int V_HELD = APART ? !BAND && BY_SIGN ? 2 : STORES || FUSED && FIRST_STORES ? 1 : 3 : BR == 128 ? TO_V / SUM : 4;
 constexpr bool LIMITS_ON_CHIP = BAND && !PAIRED && (BR == 64 || APART);
 constexpr bool ROWS_FIRST = BR == 64;  // lse is read before S is there, delta before the first of it is needed: faster there, slower elsewhere
 // dP begins with -delta instead of 0: APART, where warpgroups do not wait for each other, so that its rows are read before products begin, not behind
 // them; PAIRED it is a product of 16 more (begin_with_minus), whose rows copies bring, so that nobody reads them.
 constexpr bool DELTA_FIRST = APART || PAIRED;
+constexpr unsigned NO_ROW = 0x7FFFFF00u;  // behind all rows, by more than a block has
 constexpr bool SKIPS = BAND && BR == 64 && !PAIRED;  // products between rows and keys none of which they see
 constexpr int K_HELD = 5;  // the same of K^T, where a warpgroup computes dQ^T = K^T dS^T
 static_assert(V_HELD <= TO_V / SUM && (!LIMITS_ON_CHIP || APART || V_HELD >= SLAB / SUM), "a slab");
@@ -572,10 +577,10 @@ __device__ __forceinline__ void compute_all(const Call& call, const Work& work, 
         dV[n] = 0.0f;
 
     if (work.steps > 0) {
-        // A number of the call leaves a register to others; with 64 rows, divided blocks of keys and no mask, the assembler spills two for it
-        const float scale = BR == 128 ? call.scale_log2 : (float)(call.scale * (double)LOG2E);
+        // A number of the call leaves a register to others, but with 64 rows and divided blocks of keys the assembler spills for it
+        const float scale = BR == 64 && DIVIDED ? (float)(call.scale * (double)LOG2E) : call.scale_log2;
         const int q_length = work.q_length, left = (int)least(work.kv_length - work.j0, BC);  // keys of the block
-        // Of the lane's two keys: the rows that see them, none if the key does not exist; without a band and in pairs, the most that an exponent may be
+        // Of the lane's two keys: the rows that see them, where there is no lower end all behind the first, none if the key does not exist; without a band and in pairs, the most that an exponent may be
         // there, in float16, where dS may be infinite. Between the warpgroup's keys and rows that are `seen`, some are visible, and all that exist with
         // rows that are `plain`.
         unsigned first[2], count[2];
@@ -588,7 +593,7 @@ __device__ __forceinline__ void compute_all(const Call& call, const Work& work, 
             if constexpr (BAND && !PAIRED) {
                 const long long j = work.j0 + y - work.offset;
                 const int low = (int)clamp(j - call.band_upper, 0, q_length), high = (int)clamp(j - call.band_lower + 1, 0, q_length);
-                first[e] = low - 2 * (lane % 4), count[e] = y < left ? high - low : 0;
+                first[e] = (LOWER || y < left ? low : NO_ROW) - 2 * (lane % 4), count[e] = y < left ? high - low : 0;
             }
         }
         // PAIRED, where a band has no lower end: the row from which on the block's first key is seen; the next one is a row later
@@ -817,14 +822,17 @@ __device__ __forceinline__ void compute_all(const Call& call, const Work& work, 
                         return;
                     }
 #pragma unroll
-                    for (int n = 0; n < PART / 2; n++)
-                        if (i0 - (n / 2 % 2 ? limit.y : limit.x) + r * PART + 8 * (n / 4) + n % 2 >=
-                            (n / 2 % 2 ? limit.w : limit.z))
+                    for (int n = 0; n < PART / 2; n++) {
+                        const int row = r * PART + 8 * (n / 4) + n % 2;
+                        const unsigned before = i0 - (n / 2 % 2 ? limit.y : limit.x);  // rows from the first that sees the key to the lane's first
+                        if (LOWER ? before + row >= (n / 2 % 2 ? limit.w : limit.z) : (int)before < -row)
                             x[n] = 0.0f;
+                    }
                 };
                 // P = exp(S - lse), at most 1 whatever was rounded, NaN stays NaN. dS = P (dP - delta). Without a branch between them, most
-                // exponentials are taken as dS is computed. In bfloat16 P of keys that do not exist is at most 1, too: dS, which is finite, then
-                // meets zeros of K.
+                // exponentials are taken as dS is computed. S - lse is above 0 by what was rounded alone: then -|S - lse| is as near, and the sign
+                // belongs to the exponential's operand, where the smaller of two numbers is an instruction. In bfloat16 P of keys that do not
+                // exist is at most 1, too: dS, which is finite, then meets zeros of K.
                 float unit[1] = {scale};
                 if (!hides)
                     pin(unit);  // another number to the compiler, which would take exponentials before this place
@@ -835,9 +843,10 @@ __device__ __forceinline__ void compute_all(const Call& call, const Work& work, 
                 else if (hides)
                     limit = LIMITS_ON_CHIP ? *limits : make_uint4(first[0], first[1], count[0], count[1]);
 #pragma unroll
-                for (int n = 0; n < PART / 2; n++)
-                    x[n] = exp2_approximately(least_or_nan(fmaf(S[r * (PART / 2) + n], unit[0], -of_row(rows_lse, lse, n)),
-                                                           BAND && !PAIRED || TYPE == BFLOAT16 ? 0.0f : most[n / 2 % 2]));
+                for (int n = 0; n < PART / 2; n++) {
+                    const float power = fmaf(S[r * (PART / 2) + n], unit[0], -of_row(rows_lse, lse, n));
+                    x[n] = exp2_approximately(BY_SIGN ? -fabsf(power) : least_or_nan(power, HAS_BOUNDS ? most[n / 2 % 2] : 0.0f));
+                }
                 if (hides)
                     hide(x, limit);
 #pragma unroll
