@@ -237,8 +237,10 @@ def halves():
     made["warpgroups, pieces done again"] = again
     starts = np.array([2, 150, 150, 167, 290], np.int32), np.array([1, 130, 140, 140, 400], np.int32)
     for d, dtype in ((64, "bfloat16"), (128, "float16")):
-        packed = make(lead=(), Hq=4, Hkv=2, Tq=Tq, Tk=Tk, d=d, dtype=dtype, causal=True)
-        made[f"warpgroups, packed, d = {d}"] = replace(packed, cu_seqlens=starts)
+        packed = dict(lead=(), Hq=4, Hkv=2, Tq=Tq, Tk=Tk, d=d, dtype=dtype, causal=True)
+        made[f"warpgroups, packed, d = {d}"] = replace(make(**packed), cu_seqlens=starts)
+        in_order = make(**packed, deterministic=True)
+        made[f"warpgroups, packed, d = {d}, deterministic"] = replace(in_order, cu_seqlens=starts)
     return made
 
 

@@ -49,6 +49,7 @@ def as_large_ones(monkeypatch):
 PLANNED = (
     "test_keys_in_parts", "test_rows_of_whole_chunks", "test_the_first_dQ", "test_rows_that_others",
     "test_blocks_of_keys", "test_pairs", "test_a_thousand_calls", "test_many_packed",
+    "test_a_call_ends",
 )  # fmt: skip
 NEVER = {0: 1 << 30, 1: 1 << 30}
 FUSED_ROWS = ("WGMMA_FUSED_ROWS", "WGMMA_FUSED_IN_ORDER", "WGMMA_FUSED_STORED")
@@ -123,6 +124,18 @@ def test_many_packed_sequences(d, dtype, causal, deterministic, rng):
             array[:, : of[0]] = array[:, of[-1] :] = np.nan
     case.cu_seqlens = tuple(starts)
     check(case, case.reference(), small_on_device=dtype == "float16", deterministic=deterministic)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("d", [64, 128])
+def test_a_call_ends_whatever_starts_on_the_device_say(d, causal, rng):
+    """In a fixed order, in which blocks of keys wait for each other."""
+    q, k, v, dout = (to_cupy(rng.standard_normal((4, 4096, d)).astype(np.float16)) for _ in range(4))
+    for starts in ([0, 4000, 100, 3000, 50, 4096], [5000, -3, 2000, 2000, 1000, 0], rng.integers(-100, 5000, 600)):
+        cu = to_cupy(np.array(starts, np.int32))
+        out, lse = rf.attention_varlen(q, k, v, cu, cu, causal=causal, return_lse=True)
+        gradients = rf.attention_varlen_backward(dout, q, k, v, out, lse, cu, cu, causal=causal, deterministic=True)
+        assert [to_host(x).shape for x in gradients] == [q.shape] * 3
 
 
 @pytest.mark.parametrize("name", ["few rows", "a triangle", "options", "padding"])

@@ -983,7 +983,7 @@ BROKEN_IN_ORDER = {
         "longest first behind, by heads", "(unsigned)(mine >= work.late ? last - mine",
         "(unsigned)(true ? last - mine"),
     "the last section of packed sequences is in two halves": (
-        "longest first behind, packed", "LAST_FIRST && DETERMINISTIC && !PACKED && is_last", "LAST_FIRST && DETERMINISTIC && is_last"),
+        "longest first behind, packed", "DETERMINISTIC && !PACKED && is_last", "DETERMINISTIC && is_last"),
     "those before are counted that have no such rows": (
         "longest first behind", "(last < work.late ? 0 : last + 1 - work.late)", "(last + 1 - work.late)"),
 }  # fmt: skip
@@ -1014,7 +1014,8 @@ BROKEN = {
     "": ("causal", "", ""),
     "the band is a row wide of the mark": ("causal", "low = (int)clamp(j - call", "low = (int)clamp(j - 1 - call"),
     "a row sees a key that comes behind it": ("causal", "(int)before < -row", "(int)before < -1 - row"),
-    "a row sees a key that comes behind it, d = 128": ("causal, d = 128", "(int)before < -row", "(int)before < -1 - row"),
+    "a row sees a key that comes behind it, d = 128": (
+        "causal, d = 128", "(int)before < -row", "(int)before < -1 - row"),
     "a window's lower end is a row wide of the mark": (
         "window, d = 128", "before + row >= (n", "before + row > (n"),
     "rows that a window hides are taken for plain": (

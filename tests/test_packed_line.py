@@ -140,9 +140,11 @@ def test_starts_are_made_to_rise(monkeypatch, name, dtype):
         if kernel == "rising_starts":
             at, count = words[launch._WORD["sums"]], len(given)
             found["written"] = [at, 8, at + 8 * count, 8]
-            found["starts"] = np.ctypeslib.as_array((ctypes.c_int64 * (2 * count)).from_address(at)).reshape(2, count).copy()
+            both = np.ctypeslib.as_array((ctypes.c_int64 * (2 * count)).from_address(at))
+            found["starts"] = both.reshape(2, count).copy()
         elif kernel == "fa2_backward_keys":
-            found["read"] = [words[launch._WORD[f"cu_seqlens_{of}.{part}"]] for of in "qk" for part in ("data", "bytes")]
+            parts = (f"cu_seqlens_{of}.{part}" for of in "qk" for part in ("data", "bytes"))
+            found["read"] = [words[launch._WORD[part]] for part in parts]
 
     monkeypatch.setattr(launch.Launcher, "run", running)
     case = make(lead=(), Hq=2, Hkv=1, Tq=330, Tk=290, dtype="bfloat16", d=64)

@@ -5,6 +5,7 @@ import os
 import re
 import sys
 from contextlib import nullcontext
+from itertools import product
 from types import SimpleNamespace
 
 import gpu
@@ -47,8 +48,8 @@ def test_the_calls_reach_every_kernel_both_ways_of_every_switch(monkeypatch, pla
             if isinstance(case, Decode):
                 gpu.append_and_decode(case, 2)
                 continue
-            for algorithm in gpu.ALGORITHMS:
-                moved = gpu.on_gpu(case)
+            for algorithm, on_device in product(gpu.ALGORITHMS, {False, case.cu_seqlens is not None}):
+                moved = gpu.on_gpu(case, small_on_device=on_device)
                 moved.backward(*moved.forward(algorithm=algorithm), algorithm=algorithm)
     files = {path.relative_to(compiler.CUDA).as_posix() for path in compiler.CUDA.rglob("*.cu")}
     kernels = {name for path in compiler.CUDA.rglob("*.cu*") for name in sanitize.KERNEL.findall(path.read_text())}

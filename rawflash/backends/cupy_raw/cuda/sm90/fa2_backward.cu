@@ -580,9 +580,9 @@ __device__ __forceinline__ void compute_all(const Call& call, const Work& work, 
         // A number of the call leaves a register to others, but with 64 rows and divided blocks of keys the assembler spills for it
         const float scale = BR == 64 && DIVIDED ? (float)(call.scale * (double)LOG2E) : call.scale_log2;
         const int q_length = work.q_length, left = (int)least(work.kv_length - work.j0, BC);  // keys of the block
-        // Of the lane's two keys: the rows that see them, where there is no lower end all behind the first, none if the key does not exist; without a band and in pairs, the most that an exponent may be
-        // there, in float16, where dS may be infinite. Between the warpgroup's keys and rows that are `seen`, some are visible, and all that exist with
-        // rows that are `plain`.
+        // Of the lane's two keys: the rows that see them, none if the key does not exist; where a band has no lower end, these are all from the first on.
+        // Without a band and in pairs, the most that an exponent may be there, in float16, where dS may be infinite. Between the warpgroup's keys and
+        // rows that are `seen`, some are visible, and all that exist with rows that are `plain`.
         unsigned first[2], count[2];
         float most[2];
         int seen_from = 0, seen_to = q_length, plain_from = 0, plain_to = q_length + BR;
