@@ -36,6 +36,8 @@ class Case:
     device : {"gpu", "cpu"}
     page : int
         Keys of a block of a paged cache; 0: contiguous.
+    packed : tuple of int
+        Rows, and keys, of packed sequences that lie one behind the other: Tq and Tk are their sum. None: a batch.
     backends, algorithms : tuple of str
         Ours, each with each.
     peers : tuple of str
@@ -59,6 +61,7 @@ class Case:
     dv: int = 64
     causal: bool = False
     page: int = 0
+    packed: tuple[int, ...] = ()
     backends: tuple[str, ...] = ("cupy_raw",)
     algorithms: tuple[str, ...] = ("fa2",)
     peers: tuple[str, ...] = ()
@@ -80,13 +83,18 @@ class Case:
         if (self.B, self.Hq) != usual:
             parts.append(f"B{self.B}H{self.Hq}")
         parts += [f"Hkv{self.Hkv}"] * (self.Hkv != self.Hq)
-        parts += [f"page{self.page}"] * (self.page > 0) + ["causal"] * self.causal
+        parts += [f"page{self.page}"] * (self.page > 0)
+        if self.packed:
+            least, most = min(self.packed), max(self.packed)
+            parts.append(f"packed{len(self.packed)}" + (f"x{most}" if least == most else f"of{least}to{most}"))
+        parts += ["causal"] * self.causal
         return "/".join(parts)
 
     @property
     def flops(self) -> float:
-        """2 T T (d + dv) for each head, half of it when causal; backward 2.5 times that."""
-        forward = 2 * self.B * self.Hq * self.Tq * self.Tk * (self.d + self.dv) * (0.5 if self.causal else 1.0)
+        """2 T T (d + dv) for each head of each sequence, half of it when causal; backward 2.5 times that."""
+        pairs = sum(n * n for n in self.packed) if self.packed else self.B * self.Tq * self.Tk
+        forward = 2 * self.Hq * pairs * (self.d + self.dv) * (0.5 if self.causal else 1.0)
         return forward * (BACKWARD_FLOPS if self.direction == "backward" else 1.0)
 
     @property
@@ -195,6 +203,14 @@ def _ragged() -> list[Case]:
     return [case for case in both_ways(*shapes) if case.causal or case.d == 128]
 
 
+def _packed() -> list[Case]:
+    """Sequences alike, short and long, and some of many lengths; the last with fewer key heads."""
+    mixed = (4096, 64, 2048, 300, 1024, 3000, 777, 1500, 128, 2500, 947)
+    sizes = [(128, 16, (2048,) * 8), (128, 16, (256,) * 64), (128, 16, mixed), (64, 32, mixed), (128, 4, mixed)]
+    peers = ("torch-flash", "fa4")
+    return both_ways(*(usual(d, TOKENS, Hkv=Hkv, packed=lengths, peers=peers) for d, Hkv, lengths in sizes))
+
+
 def _few() -> list[Case]:
     """Few rows of few heads and long keys: fewer blocks of rows than a device has multiprocessors."""
     sizes = [(128, 16, (17, 64, 128, 256)), (64, 32, (17, 64, 128, 256)), (128, 4, (17, 128))]
@@ -245,6 +261,7 @@ _GROUPS: dict[str, list[Case]] = {
     "decode": _decode(),
     "numba": _numba(),
     "ragged": _ragged(),
+    "packed": _packed(),
     "few": _few(),
     "overhead": [Case(measure="overhead", what=what, dtype="float32",
                       backends=("numba_cuda" if "numba" in what else "cupy_raw",)) for what in OVERHEAD],

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,6 +28,8 @@ class Inputs:
     ----------
     blocks : tuple of array
         Of a paged cache: the pools of K and V, and the table.
+    starts : array
+        Of packed sequences: where each begins, and the last one ends.
     """
 
     q: Any
@@ -33,6 +37,7 @@ class Inputs:
     v: Any
     dout: Any = None
     blocks: tuple[Any, ...] = field(default=())
+    starts: Any = None
 
 
 def torch_or_none() -> Any:
@@ -48,17 +53,21 @@ def make(case: Case, seed: int = 0) -> Inputs:
     """Random normal numbers; with a paged cache its blocks in random order."""
     sizes = [(case.Hq, case.Tq, case.d), (case.Hkv, case.Tk, case.d), (case.Hkv, case.Tk, case.dv)]
     sizes += [(case.Hq, case.Tq, case.dv)] * (case.direction == "backward")
-    shapes = [(case.B, *size) for size in sizes]
+    shapes, starts = [(case.B, *size) for size in sizes], [*itertools.accumulate(case.packed, initial=0)]
     torch = torch_or_none()
     if torch is None:
         if case.device != "cpu":
             raise ImportError("inputs of GPU cases are made, and their results checked, by torch")
         rng = np.random.default_rng(seed)
-        return Inputs(*(rng.standard_normal(shape).astype(_numpy_dtype(case.dtype)) for shape in shapes))
+        x = Inputs(*(rng.standard_normal(shape).astype(_numpy_dtype(case.dtype)) for shape in shapes))
+        x.starts = np.array(starts, np.int32) if case.packed else None
+        return x
     device = "cuda" if case.device == "gpu" else "cpu"
     generator = torch.Generator(device).manual_seed(seed)
     how = dict(generator=generator, device=device, dtype=getattr(torch, case.dtype))
     x = Inputs(*(torch.randn(shape, **how) for shape in shapes))
+    if case.packed:
+        x.starts = torch.tensor(starts, dtype=torch.int32, device=device)
     if case.page:
         n = case.Tk // case.page
         order = torch.randperm(case.B * n, generator=generator, device=device)
@@ -105,11 +114,13 @@ def picked(case: Case) -> list[tuple[int, int]]:
     return list(dict.fromkeys(ends))[: 1 if case.device == "cpu" and case.Tq * case.Tk >= 1 << 24 else 3]
 
 
+def _library_of(array: Any) -> Any:
+    return np if isinstance(array, np.ndarray) else sys.modules["torch"]
+
+
 def head(q: Any, k: Any, v: Any, dout: Any, causal: bool) -> tuple[Any, ...]:
     """Dense attention of one head, some rows at a time: out, or with ``dout`` the gradients. NumPy or PyTorch."""
-    import sys
-
-    xp = np if isinstance(q, np.ndarray) else sys.modules["torch"]
+    xp = _library_of(q)
     scale = 1 / math.sqrt(q.shape[-1])
     outs, dqs, dk, dv = [], [], xp.zeros_like(k), xp.zeros_like(v)
     for start in range(0, len(q), ROWS):
@@ -131,6 +142,18 @@ def head(q: Any, k: Any, v: Any, dout: Any, causal: bool) -> tuple[Any, ...]:
     return (xp.concatenate(outs),) if dout is None else (xp.concatenate(dqs), dk, dv)
 
 
+def _of_sequences(case: Case, *arrays: Any) -> tuple[Any, ...]:
+    """`head` of one head; of packed sequences, each by itself."""
+    found, end = [], 0
+    for rows in case.packed or (max(case.Tq, case.Tk),):
+        found.append(head(*(a if a is None else a[end : end + rows] for a in arrays), case.causal))
+        end += rows
+    if len(found) == 1:
+        return found[0]
+    xp = _library_of(arrays[0])
+    return tuple(xp.concatenate(parts) for parts in zip(*found, strict=True))
+
+
 def reference(case: Case, x: Inputs) -> dict[tuple[int, int], list[Any]]:
     """For each sequence and key/value head picked: results of its query heads, as in NAMES."""
     group, found = case.Hq // case.Hkv, {}
@@ -139,7 +162,7 @@ def reference(case: Case, x: Inputs) -> dict[tuple[int, int], list[Any]]:
         each = []
         for i in range(h * group, (h + 1) * group):
             dout = _wide(case, x.dout[b, i]) if case.direction == "backward" else None
-            each.append(head(_wide(case, x.q[b, i]), k, v, dout, case.causal))
+            each.append(_of_sequences(case, _wide(case, x.q[b, i]), k, v, dout))
         first = [[heads[0] for heads in each]]
         found[b, h] = first if case.direction != "backward" else first + [
             sum(heads[n] for heads in each[1:]) + each[0][n] if group > 1 else each[0][n] for n in (1, 2)

@@ -37,6 +37,8 @@ class Runner:
     dtypes : tuple of str
     heads : bool
         Does it take fewer heads of K and V than of Q?
+    packs : bool
+        Does it take packed sequences?
     directions : tuple of str
     """
 
@@ -46,6 +48,7 @@ class Runner:
     captures = True
     dtypes: tuple[str, ...] = HALVES
     heads = True
+    packs = False
     directions: tuple[str, ...] = ("forward", "backward")
 
     def version(self) -> str:
@@ -66,6 +69,8 @@ class Runner:
             return f"no {case.direction} here"
         if case.Hq != case.Hkv and not self.heads:
             return "needs as many heads of K and V as of Q"
+        if case.packed and not self.packs:
+            return "takes no packed sequences here"
         return None
 
     def prepare(self, case: Case, x: Inputs) -> Call:
@@ -84,6 +89,7 @@ class Ours(Runner):
     """A backend and an algorithm of rawflash."""
 
     dtypes = tuple(ITEMSIZE)
+    packs = True
     directions = ("forward", "backward", "decode")
 
     def __init__(self, backend: str, algorithm: str = "fa2") -> None:
@@ -121,13 +127,20 @@ class Ours(Runner):
             import cupy
 
             taken = cupy.from_dlpack
-        q, k, v, dout = (a if a is None else taken(a) for a in (x.q, x.k, x.v, x.dout))
-        return Inputs(q, k, v, dout, tuple(taken(a) for a in x.blocks))
+        q, k, v, dout, starts = (a if a is None else taken(a) for a in (x.q, x.k, x.v, x.dout, x.starts))
+        return Inputs(q, k, v, dout, tuple(taken(a) for a in x.blocks), starts)
 
     def prepare(self, case: Case, x: Inputs) -> Call:
         import rawflash as rf
 
         x, options = self.arrays(x), self.options(case)
+        if case.packed:
+            packed = (x.q[0], x.k[0], x.v[0])
+            starts = dict(cu_seqlens_q=x.starts, cu_seqlens_k=x.starts)
+            if case.direction == "forward":
+                return lambda: rf.attention_varlen(*packed, **starts, **options)
+            out, lse = rf.attention_varlen(*packed, **starts, return_lse=True, **options)
+            return lambda: rf.attention_varlen_backward(x.dout[0], *packed, out, lse, **starts, **options)
         if case.direction == "backward":
             out, lse = rf.attention(x.q, x.k, x.v, return_lse=True, **options)
             return lambda: rf.attention_backward(x.dout, x.q, x.k, x.v, out, lse, **options)
@@ -141,6 +154,8 @@ class Ours(Runner):
 
     def results(self, case: Case, result: Any) -> Sequence[Any]:
         results = super().results(case, result)
+        if case.packed:
+            results = [a[None] for a in results]
         if self.device == "cpu":
             return results
         import torch
@@ -157,7 +172,11 @@ class Ours(Runner):
         if case.direction == "decode":
             lengths = [case.Tk] * case.B
             options |= {"kv_lengths": lengths} | ({"block_table": table[0]} if table else {})
-        plan = rf.explain(x.q, k, v, direction, **options)
+        q = x.q
+        if case.packed:
+            q, k, v = (a[0] for a in (q, k, v))
+            options |= {"cu_seqlens_q": x.starts, "cu_seqlens_k": x.starts}
+        plan = rf.explain(q, k, v, direction, **options)
         tiles = plan.tiles
         return {
             "kernel": plan.kernel,
@@ -179,17 +198,23 @@ def _by_tokens(dout: Any) -> Any:
     return dout.transpose(1, 2).contiguous().transpose(1, 2)
 
 
+def _by_rows(a: Any) -> Any:
+    """Packed sequences as PyTorch's kernels and FlashAttention-4 have them, (rows, H, d)."""
+    return a[0].transpose(0, 1).contiguous()
+
+
 class TorchFlash(Runner):
     """FlashAttention-2."""
 
     name = "torch-flash"
+    packs = True
     directions = ("forward", "backward", "decode")
     backend = "FLASH_ATTENTION"
 
     def prepare(self, case: Case, x: Inputs) -> Call:
         if case.direction == "decode":
             return self._decode(case, x)
-        return self._passes(case, x)
+        return self._packed(case, x) if case.packed else self._passes(case, x)
 
     def _decode(self, case: Case, x: Inputs) -> Call:
         """The public function, which PyTorch's operators have heads and splits of keys from."""
@@ -215,16 +240,29 @@ class TorchFlash(Runner):
         dout = _by_tokens(x.dout)
         return lambda: backward(dout, x.q, x.k, x.v, out, lse, *rest, scale=scale)
 
+    def _packed(self, case: Case, x: Inputs) -> Call:
+        import torch
+
+        q, k, v, *dout = (_by_rows(a) for a in (x.q, x.k, x.v, x.dout) if a is not None)
+        forward, most = torch.ops.aten._flash_attention_forward, max(case.packed)
+        starts, scale = (x.starts, x.starts, most, most, 0.0, case.causal), _scale(x)
+        if case.direction == "forward":
+            return lambda: forward(q, k, v, *starts, False, scale=scale)
+        out, lse, seed, unused, _ = forward(q, k, v, *starts, False, scale=scale)
+        backward = torch.ops.aten._flash_attention_backward
+        return lambda: backward(*dout, q, k, v, out, lse, *starts, seed, unused, scale=scale)
+
     def results(self, case: Case, result: Any) -> Sequence[Any]:
         """Tuples of operators go on: lse, seeds, the gradient of a bias."""
-        results = super().results(case, result)
-        return results[: 3 if case.direction == "backward" else 1]
+        results = super().results(case, result)[: 3 if case.direction == "backward" else 1]
+        return [a.transpose(0, 1)[None] for a in results] if case.packed else results
 
 
 class TorchCudnn(TorchFlash):
     """cuDNN in PyTorch."""
 
     name = "torch-cudnn"
+    packs = False
     backend = "CUDNN_ATTENTION"
 
     def version(self) -> str:
@@ -250,6 +288,7 @@ class TorchEfficient(TorchFlash):
     """Memory-efficient attention, the fused one of PyTorch that has float32."""
 
     name = "torch-efficient"
+    packs = False
     dtypes = ("float16", "bfloat16", "float32")
     directions = ("forward", "backward")
     heads = False
@@ -347,6 +386,7 @@ class FlashAttention4(Runner):
     """flash_attn.cute; its layout is (B, T, H, d), and it has no split over keys on sm_90: no decoding."""
 
     name = "fa4"
+    packs = True
 
     def version(self) -> str:
         import flash_attn.cute.interface  # noqa: F401
@@ -357,6 +397,14 @@ class FlashAttention4(Runner):
     def prepare(self, case: Case, x: Inputs) -> Call:
         from flash_attn.cute import interface
 
+        if case.packed:
+            q, k, v, *gradient = (_by_rows(a) for a in (x.q, x.k, x.v, x.dout) if a is not None)
+            most = dict.fromkeys(("max_seqlen_q", "max_seqlen_k"), max(case.packed))
+            how = dict(causal=case.causal) | most | dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), x.starts)
+            if case.direction == "forward":
+                return lambda: interface.flash_attn_varlen_func(q, k, v, **how)
+            out, lse = interface.flash_attn_varlen_func(q, k, v, return_lse=True, **how)
+            return lambda: interface._flash_attn_bwd(q, k, v, out, *gradient, lse, **how)
         q, k, v = (a.transpose(1, 2).contiguous() for a in (x.q, x.k, x.v))
         if case.direction == "forward":
             return lambda: interface.flash_attn_func(q, k, v, causal=case.causal)
@@ -366,7 +414,7 @@ class FlashAttention4(Runner):
 
     def results(self, case: Case, result: Any) -> Sequence[Any]:
         results = result[:3] if case.direction == "backward" else result[:1]
-        return [a.transpose(1, 2) for a in results]
+        return [a.transpose(0, 1)[None] if case.packed else a.transpose(1, 2) for a in results]
 
 
 class Jax(Runner):

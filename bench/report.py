@@ -230,6 +230,10 @@ def problem(row: Row) -> str:
     heads = f"H = {c['Hq']}" + (f", Hkv = {c['Hkv']}" if c["Hkv"] != c["Hq"] else "")
     rows = "" if c["Tq"] == c["Tk"] or c["direction"] == "decode" else f"{c['Tq']} x "
     words = [f"B = {c['B']}, {heads}, T = {rows}{c['Tk']}, d = {c['d']}"]
+    packed = c.get("packed", ())
+    if packed:
+        alike = len(set(packed)) == 1
+        words = [f"{len(packed)} of {packed[0] if alike else f'{min(packed)} to {max(packed)}'}, {heads}, d = {c['d']}"]
     words += ["causal"] * c["causal"] + [f"blocks of {c['page']}"] * bool(c["page"])
     return ", ".join(words)
 
@@ -508,6 +512,7 @@ TABLES: dict[str, tuple[str, Maker]] = {  # name of a block: whose rows, and wha
     "grid-fp16": ("gpu", speeds_of("grid-fp16")),
     "gqa": ("gpu", speeds_of("gqa")),
     "ragged": ("gpu", speeds_of("ragged")),
+    "packed": ("gpu", speeds_of("packed")),
     "few": ("gpu", speeds_of("few")),
     "float32": ("gpu", speeds_of("float32")),
     "float64": ("gpu", speeds_of("float64")),

@@ -43,7 +43,7 @@ def test_grid_is_complete():
 
 def test_groups_and_patterns():
     wanted = {"grid", "grid-fp16", "gqa", "float32", "float64", "dense", "decode", "numba", "overhead", "start",
-              "sweep", "memory", "ragged", "few", "cpu", "cpu-decode", "cpu-start", "cpu-memory", "cpu-sweep",
+              "sweep", "memory", "ragged", "packed", "few", "cpu", "cpu-decode", "cpu-start", "cpu-memory", "cpu-sweep",
               "quick"}  # fmt: skip
     assert wanted == set(GROUPS) and all(GROUPS.values())
     assert all(CASES[name].device == "cpu" for group in GROUPS for name in GROUPS[group]
@@ -63,6 +63,9 @@ def test_floating_point_operations():
     assert replace(case, causal=True).flops == case.flops / 2
     assert replace(case, direction="backward").flops == 2.5 * case.flops
     assert replace(case, dv=64).flops == 0.75 * case.flops
+    packed = CASES["backward/bfloat16/d128/T16384/packed8x2048"]
+    assert packed.flops == CASES["backward/bfloat16/d128/T2048"].flops  # eight of these
+    assert sum(CASES["forward/bfloat16/d64/T16384/packed11of64to4096"].packed) == 16384
     cache = CASES["decode/bfloat16/d128/T8192/B16H32/Hkv8"]
     assert cache.bound_by_memory and cache.cache_bytes == 2 * 16 * 8 * 8192 * 128 * 2
 
@@ -296,6 +299,50 @@ def test_reference_is_the_oracle(causal, monkeypatch):
             results = rf.oracle.attention_backward(dout, q, k, v, out, lse, causal=causal)
         errors = inputs.errors(case, results, inputs.reference(case, x))
         assert max(errors.values()) < 1e-12 and list(errors) == list(inputs.NAMES[direction])
+
+
+PACKED = replace(TINY, Hq=4, Hkv=2, packed=(3, 1, 20))
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_packed_sequences(direction, causal, monkeypatch):
+    """Each is by itself, and what ours makes of them is right."""
+    monkeypatch.setattr(inputs, "ROWS", 7)
+    case = replace(PACKED, direction=direction, causal=causal)
+    x = inputs.make(case)
+    assert [int(n) for n in x.starts] == [0, 3, 4, 24] and case.name.endswith("packed3of1to20" + "/causal" * causal)
+    q, k, v = (inputs._wide(case, a)[0] for a in (x.q, x.k, x.v))
+    starts, how = ([0, 3, 4, 24],) * 2, dict(causal=causal)
+    out, lse = rf.oracle.attention_varlen(q, k, v, *starts, return_lse=True, **how)
+    results = [out]
+    if direction == "backward":
+        dout = inputs._wide(case, x.dout)[0]
+        results = rf.oracle.attention_varlen_backward(dout, q, k, v, out, lse, *starts, **how)
+    expected = inputs.reference(case, x)
+    assert max(inputs.errors(case, [a[None] for a in results], expected).values()) < 1e-12
+    ours = peers.Ours("numba_cpu")
+    errors = inputs.errors(case, ours.results(case, ours.prepare(case, x)()), expected)
+    assert inputs.wrong(case, errors) is None
+    assert ours.plan(case, x)["kernel"] == f"numba_cpu.fa2_{direction}"
+    assert inputs.wrong(case, inputs.errors(replace(case, packed=()), [a[None] for a in results],
+                                            inputs.reference(replace(case, packed=()), x)))  # fmt: skip
+
+
+def test_who_takes_packed_sequences():
+    case = CASES["forward/bfloat16/d128/T16384/packed8x2048"]
+    assert {name for name, peer in peers.PEERS.items() if peer.why_not(case) is None} == {"torch-flash", "fa4"}
+
+
+def test_packed_sequences_fit_the_operators_of_pytorch():
+    torch = pytest.importorskip("torch")
+    runner = peers.PEERS["torch-flash"]
+    for direction in ("forward", "backward"):
+        case = Case(direction=direction, Hq=4, Hkv=2, Tq=128, Tk=128, packed=(28, 100))
+        q, k = (torch.empty(1, H, 128, 64, device="meta", dtype=torch.bfloat16) for H in (4, 2))
+        starts = torch.empty(3, device="meta", dtype=torch.int32)
+        results = runner.results(case, runner.prepare(case, inputs.Inputs(q, k, k, q, starts=starts))())
+        assert [a.shape for a in results] == [a.shape for a in (q, k, k)][: len(inputs.NAMES[direction])]
 
 
 def test_reference_in_pytorch():
