@@ -370,6 +370,30 @@ def test_keys_that_do_not_exist_and_are_seen_are_caught(d, causal, old, new, dev
         check_small_scores(d, causal)
 
 
+def check_a_key_that_no_row_sees(d, value, key=300, **more):
+    """What lies there is nobody's, though rows that do not exist would see some."""
+    case = make(**dict(B=1, Hq=2, Tq=150, Tk=400, d=d, dtype="bfloat16", causal=True, q_offset=0) | more)
+    case.v[..., key, :] = value
+    moved = on_device(case)
+    dq, dk, dv = (np.asarray(x).astype(np.float64) for x in moved.backward(*moved.forward())[:3])
+    assert np.isfinite(dq).all() and np.isfinite(dk).all() and np.isfinite(dv).all()
+    assert not dk[..., key, :].any() and not dv[..., key, :].any()
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+@pytest.mark.parametrize("d", [64, 128])
+def test_a_key_that_no_row_sees(d, value, device_by_name, taken):
+    check_a_key_that_no_row_sees(d, value)
+    assert taken
+
+
+@pytest.mark.parametrize("d", [64, 128])
+def test_a_key_that_no_row_sees_and_has_a_gradient_is_caught(d, device_by_name, monkeypatch):
+    break_backward(monkeypatch, "y < left && low < q_length", "y < left")
+    with pytest.raises(AssertionError):
+        check_a_key_that_no_row_sees(d, np.nan)
+
+
 def test_two_calls_do_not_add_up(device_by_name):
     check_two_calls()
 
@@ -699,6 +723,17 @@ def test_keys_of_pairs_that_do_not_exist_and_have_a_share_are_caught(name, devic
     with pytest.raises(AssertionError):
         check_a_large_key(128, "float16", Tq=128, **KEYS_THAT_DO_NOT_EXIST[name])
     assert zeros[0][0]["PAIRED"] == 1
+
+
+def test_a_key_that_no_row_sees_in_pairs(device_by_name, paired, taken, zeros):
+    check_a_key_that_no_row_sees(128, np.nan, 330, Tq=300, Tk=512)
+    assert taken and zeros[0][0]["PAIRED"] == 1
+
+
+def test_a_key_that_no_row_sees_in_pairs_and_has_a_gradient_is_caught(device_by_name, paired, monkeypatch):
+    break_backward(monkeypatch, "if constexpr (PAIRED && BAND) {  // keys that", "if constexpr (false) {  // keys that")
+    with pytest.raises(AssertionError):
+        check_a_key_that_no_row_sees(128, np.nan, 330, Tq=300, Tk=512)
 
 
 def test_pairs_of_blocks_without_dlse(device_by_name, paired, taken, zeros):

@@ -1,6 +1,7 @@
 """Packed sequences: what is launched for them where lengths are on the device, and which rows are cleared."""
 
 import ctypes
+import weakref
 
 import emulator
 import numpy as np
@@ -133,7 +134,12 @@ FALLEN = {
 def test_starts_are_made_to_rise(monkeypatch, name, dtype):
     """Kernels find starts that never fall, so that a call in a fixed order ends, whatever tables on a device say."""
     emulator.install(monkeypatch)
-    run, found = launch.Launcher.run, {}
+    run, workspace, found, alive = launch.Launcher.run, launch.Launcher.workspace, {}, {}
+
+    def made(self, *how):
+        array = workspace(self, *how)
+        alive[array.data.ptr] = weakref.ref(array)
+        return array
 
     def running(self, kernel, blocks, words, *how):
         run(self, kernel, blocks, words, *how)
@@ -145,8 +151,11 @@ def test_starts_are_made_to_rise(monkeypatch, name, dtype):
         elif kernel == "fa2_backward_keys":
             parts = (f"cu_seqlens_{of}.{part}" for of in "qk" for part in ("data", "bytes"))
             found["read"] = [words[launch._WORD[part]] for part in parts]
+        if "written" in found:  # nobody else may have its memory before the last kernel is launched
+            assert alive[found["written"][0]]() is not None, kernel
 
     monkeypatch.setattr(launch.Launcher, "run", running)
+    monkeypatch.setattr(launch.Launcher, "workspace", made)
     case = make(lead=(), Hq=2, Hkv=1, Tq=330, Tk=290, dtype="bfloat16", d=64)
     limits = np.iinfo(dtype)
     given = np.clip(np.array(FALLEN[name]), limits.min, limits.max).astype(dtype)

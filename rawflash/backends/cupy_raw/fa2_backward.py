@@ -118,7 +118,8 @@ def _wgmma(problem: Problem, tiles: Tiles, x: Operands, grads: dict[str, Target]
     dQ.data.memset_async(0, 4 * (counters + numbers * cleared))
     call = _call(kernels, problem, x, grads, delta, dQ, key_blocks, counters)
     if problem.deterministic and x.addresses.keys() & {"cu_seqlens_q", "cu_seqlens_k"}:
-        call = _rising(kernels, problem, x, call)
+        starts = kernels.workspace(2 * 2 * (problem.B + 1))  # 64 bits each; it lives until all kernels are launched
+        call = _rising(kernels, problem, x, call, starts.data.ptr)
     if paired:
         kernels.run("fa2_backward_rows", query_blocks * first, call)
     if problem.varlen:
@@ -145,14 +146,13 @@ def _schedule(problem: Problem, tiles: Tiles, divided: Divided, key_blocks: int)
     return words | {f"by_{name}": divisor(n) for name, n in divisors.items()}
 
 
-def _rising(kernels: Launcher, problem: Problem, x: Operands, call: Any) -> Any:
+def _rising(kernels: Launcher, problem: Problem, x: Operands, call: Any, starts: int) -> Any:
     """The words of a call in a fixed order whose starts are on the device, where nobody has looked at them: made to
-    never fall, since blocks of threads wait for others that would have no place in line."""
-    count = problem.B + 1
-    starts = kernels.workspace(2 * 2 * count)  # of rows and keys, of 64 bits
-    kernels.run("rising_starts", 2, kernels.call(problem, x, {"sums": starts.data.ptr}, call), 8 * kernels.threads)
+    never fall, since blocks of threads wait for others that would have no place in line. ``starts``: the
+    address of these."""
+    kernels.run("rising_starts", 2, kernels.call(problem, x, {"sums": starts}, call), 8 * kernels.threads)
     return kernels.call(problem, x, {
-        "cu_seqlens_q.data": starts.data.ptr, "cu_seqlens_k.data": starts.data.ptr + 8 * count,
+        "cu_seqlens_q.data": starts, "cu_seqlens_k.data": starts + 8 * (problem.B + 1),
         "cu_seqlens_q.bytes": 8, "cu_seqlens_k.bytes": 8,
     }, call)  # fmt: skip
 

@@ -593,7 +593,7 @@ __device__ __forceinline__ void compute_all(const Call& call, const Work& work, 
             if constexpr (BAND && !PAIRED) {
                 const long long j = work.j0 + y - work.offset;
                 const int low = (int)clamp(j - call.band_upper, 0, q_length), high = (int)clamp(j - call.band_lower + 1, 0, q_length);
-                first[e] = (LOWER || y < left ? low : NO_ROW) - 2 * (lane % 4), count[e] = y < left ? high - low : 0;
+                first[e] = (LOWER || y < left && low < q_length ? low : NO_ROW) - 2 * (lane % 4), count[e] = y < left ? high - low : 0;
             }
         }
         // PAIRED, where a band has no lower end: the row from which on the block's first key is seen; the next one is a row later
@@ -1000,7 +1000,12 @@ __device__ __forceinline__ void compute_all(const Call& call, const Work& work, 
         store_factor<BC>(on_chip + (PAIRED ? AT_K_THERE : AT_V), first_key, n, x);
     }
     meet(WARPGROUP_MEETS + mine, WARPGROUP);
-    const int j = work.j0 + first_key, exist = (int)(PACKED ? work.kv_length : call.Tk) - j, full = work.kv_length - j;
+    const int j = work.j0 + first_key, exist = (int)(PACKED ? work.kv_length : call.Tk) - j;
+    int full = work.kv_length - j;
+    if constexpr (PAIRED && BAND) {  // keys that no row sees: rows that do not exist may, and where V is NaN, their dS is
+        const Sequence s = sequence(call, once_more((unsigned)work.slot));
+        full = (int)least(full, call.Tq + s.offset + call.band_upper - j);
+    }
     elem* const dk = row_of(call.dk, work.slot, work.h, work.k_start + j);
     elem* const dv = row_of(call.dv, work.slot, work.h, work.k_start + j);
     store_rows<BC, TO_D, D, WARPGROUP, KEYS>(dk, call.dk.row, on_chip + AT_K, first_key, exist, full);
