@@ -361,7 +361,7 @@ def test_keys_that_do_not_exist_are_hidden(d, causal, device_by_name, taken):
 
 
 @pytest.mark.parametrize("causal, old, new", [
-    (False, "y < left ? 0.0f : -INFINITE", "0.0f"), (True, "(LOWER || y < left ? low : NO_ROW)", "low"),
+    (False, "y < left ? 0.0f : -INFINITE", "0.0f"), (True, "y < left && low < q_length", "low < q_length"),
 ])  # fmt: skip
 @pytest.mark.parametrize("d", [64, 128])
 def test_keys_that_do_not_exist_and_are_seen_are_caught(d, causal, old, new, device_by_name, monkeypatch):
