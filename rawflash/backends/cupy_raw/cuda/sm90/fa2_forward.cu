@@ -553,16 +553,22 @@ struct Consumer {
                 shift = 0.0f;
             }
             const float shifted = shift * c;
-            float sum = WAY == LAGGING ? 0.0f : l[r];
+            // Beside a warpgroup's own products exponentials are to be short: no number waits for the sum of all before it
+            constexpr int CHAINS = BESIDE ? 4 : 1;
+            float sum[CHAINS] = {WAY == LAGGING ? 0.0f : l[r]};
 #pragma unroll
             for (int x = 2 * r; x < BC / 2; x += x % 2 ? 3 : 1) {
                 S[x] = exp2_approximately(WAY == CAREFULLY ? (S[x] - shift) * c : fmaf(S[x], c, -shifted));
-                sum += S[x];
+                const int chain = x / 4 % CHAINS;
+                sum[chain] = chain > 0 && x / 4 == chain && x % 2 == 0 ? S[x] : sum[chain] + S[x];
             }
+#pragma unroll
+            for (int y = 1; y < CHAINS; y++)
+                sum[0] += sum[y];
             if constexpr (WAY == LAGGING)
-                sums[r] = sum;
+                sums[r] = sum[0];
             else
-                l[r] = sum;
+                l[r] = sum[0];
         }
         if constexpr (WAY == LAGGING) {
             moves = !__all_sync(WARP, sums[0] <= MOST_LAG && sums[1] <= MOST_LAG);
