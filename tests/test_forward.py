@@ -4,6 +4,7 @@ Two nets: a table of calls that are awkward on purpose, and problems that Hypoth
 A drawn problem is given to every kernel, so all of them are judged on the same arrays.
 """
 
+from dataclasses import replace
 from functools import cache
 
 import numpy as np
@@ -66,6 +67,54 @@ def make(
         options=options,
         wrt=("q", "k", "v", *(name for name in ("bias", "sinks") if name in options)),
     )
+
+
+def make_many(B=1, Hq=1, Hkv=None, few=5, **options):
+    """A call of many heads and its reference, which takes as long as that of few.
+
+    Each head of keys, with its query heads, has the arrays of one of the few. But gradients of out and lse are a power
+    of two times theirs, up or down, and so are therefore, exactly, those of q, k and v: no two heads next to each
+    other are the same.
+    """
+    Hkv = Hkv or Hq
+    few, group = min(few, Hkv), Hq // Hkv
+    case = make(B=B, Hq=few * group, Hkv=few, **options)
+    reference = case.reference()
+    heads = np.arange(Hkv)
+    turn, of = np.divmod(heads, few)
+    factor = np.array([1.0, -2.0, 4.0])[turn % 3]
+    of_rows = (of[:, None] * group + np.arange(group)).ravel()  # of query heads
+    factor_of_rows = factor.repeat(group)
+
+    def spread(array, of, factor=None):
+        found = array[:, of]
+        if factor is None:
+            return found
+        shape = (-1,) + (1,) * (found.ndim - 2)
+        return (found.astype(np.float64) * factor.reshape(shape)).astype(array.dtype)
+
+    rows, scaled_rows, scaled = (of_rows,), (of_rows, factor_of_rows), (of, factor)
+    ways = {"out": rows, "lse": rows, "dq": scaled_rows, "dk": scaled, "dv": scaled}
+    oracle = {name: spread(reference.oracle[name], *way) for name, way in ways.items()}
+    allowed = {name: abs(spread(reference.allowed[name], *way)) for name, way in ways.items()}
+    arrays = {"q": rows, "k": (of,), "v": (of,), "dout": scaled_rows, "dlse": scaled_rows}
+    many = replace(case, **{name: spread(getattr(case, name), *way) for name, way in arrays.items()})
+    return many, replace(reference, oracle=oracle, allowed=allowed)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+@pytest.mark.parametrize("options", [
+    dict(Hq=7, Tq=9, Tk=12, d=8), dict(B=2, Hq=8, Hkv=4, Tq=10, d=8, dv=6, causal=True, q_lengths=[10, 3])
+])  # fmt: skip
+def test_many_heads_are_as_their_own_reference_says(options, dtype):
+    case, made = make_many(few=2, dtype=dtype, **options)
+    assert case.q.shape[1] == options["Hq"] and case.k.shape[1] == options.get("Hkv", options["Hq"])
+    assert all((case.dout[:, n] != case.dout[:, n + 1]).any() for n in range(options["Hq"] - 1))
+    own = case.reference()
+    assert made.dtypes == own.dtypes and made.oracle.keys() == own.oracle.keys()
+    for name, exact in own.oracle.items():
+        np.testing.assert_allclose(made.oracle[name], exact, rtol=1e-12, atol=1e-12)
+        np.testing.assert_array_less(made.allowed[name], own.allowed[name] * 1.001 + 1e-12)
 
 
 def normal(*shape):

@@ -11,7 +11,7 @@ import pytest
 from gpu import ALGORITHMS, KINDS, on_gpu, to_cupy, to_host, to_kind
 from hypothesis import given, seed, settings
 from strategies import DTYPES, problems, varlen_problems
-from test_forward import AWKWARD, awkward, make, normal
+from test_forward import AWKWARD, awkward, make, make_many, normal
 from tolerances import assert_close
 
 import rawflash as rf
@@ -248,11 +248,11 @@ FUSED = {
 }
 
 
-def check_backward_again_and_again(case):
+def check_backward_again_and_again(case, reference):
     """Right in each call and each replay of a graph, whatever lay in memory."""
     import cupy
 
-    reference, gpu = case.reference(), on_gpu(case)
+    gpu = on_gpu(case)
     out, lse = gpu.forward()
 
     def right(gradients):
@@ -301,12 +301,12 @@ def test_blocks_of_keys_in_a_fixed_order(name, dtype, monkeypatch):
     """Backward on sm_90, deterministic, short: the first one to add stores; causal, the shortest and the longest blocks
     of keys come first, if there are more than run at once."""
     as_large_ones(monkeypatch)
-    case = make(dtype=dtype, **dict(B=1, deterministic=True) | IN_ORDER[name])
+    case, reference = make_many(dtype=dtype, **dict(deterministic=True) | IN_ORDER[name])
     gpu = on_gpu(case)
     tiles = rf.explain(gpu.q, gpu.k, gpu.v, "backward", **gpu.options).tiles
     constants = dict(tiles.constants)
     assert tiles.chip != "sm_90" or (constants["FUSED"], constants["TOGETHER"]) == (0, 0)
-    check_backward_again_and_again(case)
+    check_backward_again_and_again(case, reference)
 
 
 STORED = {
@@ -329,11 +329,11 @@ def test_the_first_dQ_is_stored(name, dtype, monkeypatch):
     as_large_ones(monkeypatch)
     if name.startswith("rows of others"):
         shortest_lag(monkeypatch)
-    case = make(dtype=dtype, **dict(B=1) | STORED[name])
+    case, reference = make_many(dtype=dtype, **STORED[name])
     gpu = on_gpu(case)
     tiles = rf.explain(gpu.q, gpu.k, gpu.v, "backward", **gpu.options).tiles
     assert dict(tiles.constants).get("STORES", 0) == (tiles.chip == "sm_90")
-    check_backward_again_and_again(case)
+    check_backward_again_and_again(case, reference)
 
 
 def shortest_lag(monkeypatch):
@@ -350,11 +350,11 @@ def test_rows_that_others_prepare_and_finish(name, dtype, monkeypatch):
     """Backward on sm_90; with the shortest lag, too, so that blocks of threads wait for those that run beside them."""
     if not name.startswith("as planned"):
         shortest_lag(monkeypatch)
-    case = make(dtype=dtype, **dict(B=1) | FUSED[name])
+    case, reference = make_many(dtype=dtype, **FUSED[name])
     gpu = on_gpu(case)
     tiles = rf.explain(gpu.q, gpu.k, gpu.v, "backward", **gpu.options).tiles
     assert (tiles.lag > 0) == (tiles.chip == "sm_90")
-    check_backward_again_and_again(case)
+    check_backward_again_and_again(case, reference)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
@@ -369,11 +369,11 @@ def test_blocks_of_keys_that_are_divided(options, others, parts, dtype, monkeypa
     shortest_lag(monkeypatch)
     monkeypatch.setattr(tiling, "WGMMA_FUSED_LAG", 5.5 / tiling.WGMMA_PROCESSORS)
     monkeypatch.setattr(tiling, "_divided", lambda *_: tiling.Divided(2, others, parts))
-    case = make(dtype=dtype, **dict(B=1) | options)
+    case, reference = make_many(dtype=dtype, **options)
     gpu = on_gpu(case)
     tiles = rf.explain(gpu.q, gpu.k, gpu.v, "backward", **gpu.options).tiles
     assert (tiles.divided.threads > 0) == (tiles.chip == "sm_90")
-    check_backward_again_and_again(case)
+    check_backward_again_and_again(case, reference)
 
 
 BY_HEADS = {
@@ -403,12 +403,12 @@ def test_blocks_of_keys_that_are_divided_by_heads(name, dtype, monkeypatch):
     monkeypatch.setattr(fa2_backward, "WGMMA_PROCESSORS", 8)
     if name.startswith("undivided"):
         monkeypatch.setattr(tiling, "_divided_by_heads", lambda *_: tiling.Divided())
-    case = make(dtype=dtype, **dict(B=1) | BY_HEADS[name])
+    case, reference = make_many(dtype=dtype, **BY_HEADS[name])
     gpu = on_gpu(case)
     tiles = rf.explain(gpu.q, gpu.k, gpu.v, "backward", **gpu.options).tiles
     assert dict(tiles.constants).get("TOGETHER", 0) == (tiles.chip == "sm_90")
     assert (tiles.divided.threads > 0) == (tiles.chip == "sm_90" and not name.startswith("undivided"))
-    check_backward_again_and_again(case)
+    check_backward_again_and_again(case, reference)
 
 
 PAIRED = {
@@ -457,12 +457,12 @@ def pairs(monkeypatch, name):
 def test_pairs_of_blocks_of_threads(name, dtype, monkeypatch):
     """Backward on sm_90, d = 128: clusters of two, each of which computes dQ of half of the rows."""
     pairs(monkeypatch, name)
-    case = make(dtype=dtype, **dict(B=1) | PAIRED[name])
+    case, reference = make_many(dtype=dtype, **PAIRED[name])
     gpu = on_gpu(case)
     tiles = rf.explain(gpu.q, gpu.k, gpu.v, "backward", **gpu.options).tiles
     assert dict(tiles.constants).get("PAIRED", 0) == (tiles.chip == "sm_90")
     assert (tiles.divided.threads > 0) == (tiles.chip == "sm_90" and name.startswith("divided"))
-    check_backward_again_and_again(case)
+    check_backward_again_and_again(case, reference)
 
 
 def test_pairs_and_a_row_of_nan(monkeypatch):
