@@ -541,7 +541,9 @@ def _make_kernel(stamp: str, storage: str, plain: bool):
         ld, ldq, ldo = padded(bc, sums), padded(d, lanes), padded(dv, lanes)
         Q, O = aligned(rows * ldq, zero), aligned(rows * ldo, zero)
         S, fold = aligned(rows * ld, zero), aligned(ld, zero)
-        copies, zeros = np.zeros(sums * max(ldq, ldo), element), np.zeros(max(ldq, ldo), element)
+        zeros = np.zeros(max(ldq, ldo), element)
+        # Apart: what a row of K has beyond d is multiplied by zero, which no NaN of V may be
+        copies_k, copies_v = np.zeros(sums * ldq, element), np.zeros(sums * ldo, element)
         m, l = np.zeros(rows, lse.dtype), np.zeros(rows, lse.dtype)
         if not plain:
             seen = np.zeros((size.program_depth, bc), np.uint8)
@@ -594,7 +596,7 @@ def _make_kernel(stamp: str, storage: str, plain: bool):
                     continue
                 whole = padded(n_j, sums)
                 # S = Q K^T
-                _scores(Q, ldq, S, ld, R, K + j0 * k_row, k_row, n_j, d, copies, zeros, element, item)
+                _scores(Q, ldq, S, ld, R, K + j0 * k_row, k_row, n_j, d, copies_k, zeros, element, item)
                 for g in range(group):
                     rows_of_head = S[g * n_i * ld : (g + 1) * n_i * ld]
                     if plain:
@@ -621,7 +623,7 @@ def _make_kernel(stamp: str, storage: str, plain: bool):
                         P = S[g * n_i * ld : (g + 1) * n_i * ld]
                         apply_dropout(call, P, ld, b, h * group + g, 0, n_i, j0, n_j, False)
                 # O += P V
-                _add_values(S, ld, O, ldo, R, V + j0 * v_row, v_row, n_j, dv, copies, zeros, element, item)
+                _add_values(S, ld, O, ldo, R, V + j0 * v_row, v_row, n_j, dv, copies_v, zeros, element, item)
             if divided > 1:
                 _save_part(partial, piece * between, R, O, ldo, dv, m, l)
                 if finish_part(done, head) < divided - 1:
