@@ -158,7 +158,9 @@ def attention_vjp(
     (4, 4)
     """
     problem, x = check(q, k, v, wrt=wrt, **known(options))
-    if x.out_overlaps:
+    given = (q, k, v, *(value for name, value in options.items() if name != "out" and hasattr(value, "shape")))
+    # The check has seen what the kernel reads; of what was copied for it the pullback reads the original again
+    if x.out_overlaps or (x.out is not None and any(arrays.may_share_memory(x.out, array) for array in given)):
         raise ProblemError("out overlaps an input, which the pullback reads again; expected memory of its own")
     with_lse, x.return_lse = x.return_lse, True
     out, lse = _forward(problem, x)

@@ -578,6 +578,24 @@ def overlaps_input(x: Operands) -> bool:
     )
 
 
+def may_share_memory(one: Any, other: Any) -> bool:
+    """Do two arrays of the caller's, of any kinds, lie on one device with bounds that overlap?"""
+    (device, low, high), (other_device, first, last) = _bounds(one), _bounds(other)
+    return device == other_device and low < last and first < high
+
+
+def _bounds(array: Any) -> tuple[int | None, int, int]:
+    """The device of an array (None: the CPU), and the addresses of its first byte and behind its last."""
+    source = Source(array)
+    signature = source.read("array", array)
+    if signature is None:
+        host = as_numpy("array", array)
+        low, high = _extent(host)
+        return None, host.ctypes.data + low, host.ctypes.data + high
+    low, high = _extent(source.view("array"))
+    return signature[4], source.addresses["array"] + low, source.addresses["array"] + high
+
+
 def _extent(array: np.ndarray) -> tuple[int, int]:
     """First and last byte of the elements, counted from element 0; the last is exclusive."""
     if array.size == 0:

@@ -771,6 +771,23 @@ def test_overlapping_out_has_its_own_memo():
             assert y.addresses["out"] == out.data.ptr
 
 
+@kinds
+def test_arrays_of_the_device_that_share_memory(kind, monkeypatch):
+    home = arr(4, 6)
+    one, other = kind(home[:2]), kind(home[2:])
+    base = one.data.ptr if kind is CuPy else one.address
+    for rows, shares in ((0, True), (1, True), (2, False), (-1, True), (-2, False)):
+        address = base + rows * home.strides[0]
+        if kind is CuPy:
+            other.data.ptr = address
+        elif kind is Interface:
+            other.__cuda_array_interface__["data"] = address, False
+        else:
+            other.address = address
+        assert arrays.may_share_memory(one, other) == arrays.may_share_memory(other, one) == shares
+    assert not arrays.may_share_memory(one, home)
+
+
 def test_warm_check_is_cheap():
     """Loose: a busy machine must pass; ``python tests/test_gpu_arrays.py`` measures."""
     call = on_device(forward(), CuPy)

@@ -632,6 +632,25 @@ def test_a_pullback_needs_its_inputs(which):
         rf.attention_vjp(x["q"], x["k"], x["v"], sinks=x["sinks"], out=home)
 
 
+@pytest.mark.parametrize("original", [
+    np.asfortranarray, lambda a: a.astype(">f4"), lambda a: a.repeat(2, -1)[..., ::2],
+])  # fmt: skip
+@pytest.mark.parametrize("which", ["q", "k", "v"])
+def test_a_pullback_needs_what_was_copied_for_the_kernel(which, original):
+    x = {name: arr(2, 4, 4) for name in "qkv"}
+    x[which] = original(arr(2, 4, 4))
+    out = x[which] if x[which].dtype.isnative else x[which].view(np.float32)
+    with pytest.raises(rf.ProblemError, match="out overlaps an input"):
+        rf.attention_vjp(**x, out=out)
+    rf.attention_vjp(**x, out=arr(2, 4, 4))
+
+
+def test_a_pullback_needs_its_slopes():
+    home = np.zeros((2, 4, 4), np.float32)
+    with pytest.raises(rf.ProblemError, match="out overlaps an input"):
+        rf.attention_vjp(*(arr(2, 4, 4) for _ in "qkv"), alibi_slopes=home.reshape(-1)[:2], out=home)
+
+
 # ---- backends -----------------------------------------------------------------------------------------
 
 GPU_CALL = dict(q=OnGpu(B, HQ, TQ, D), k=OnGpu(B, HKV, TK, D), v=OnGpu(B, HKV, TK, DV))
