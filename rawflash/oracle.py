@@ -181,6 +181,7 @@ class Call:
         *,
         cu_seqlens_q: npt.ArrayLike | None = None,
         cu_seqlens_k: npt.ArrayLike | None = None,
+        varlen: bool | None = None,  # are these needed? None: if they are given
         mask: Any = None,
         causal: bool = False,
         window: tuple[int | None, int | None] | None = None,
@@ -211,10 +212,10 @@ class Call:
         )  # fmt: skip
         cu_seqlens_q, cu_seqlens_k = _host("cu_seqlens_q", cu_seqlens_q), _host("cu_seqlens_k", cu_seqlens_k)
         check(
-            q, k, v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, mask=mask, causal=causal, window=window,
-            q_offset=q_offset, q_lengths=q_lengths, kv_lengths=kv_lengths, bias=bias, alibi_slopes=alibi_slopes,
-            softcap=softcap, sinks=sinks, dropout=dropout, seed=seed, scale=scale, layout=layout,
-            backend="numpy_tiled",
+            q, k, v, varlen=varlen, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, mask=mask, causal=causal,
+            window=window, q_offset=q_offset, q_lengths=q_lengths, kv_lengths=kv_lengths, bias=bias,
+            alibi_slopes=alibi_slopes, softcap=softcap, sinks=sinks, dropout=dropout, seed=seed, scale=scale,
+            layout=layout, backend="numpy_tiled",
         )  # fmt: skip
         self.layout = layout
         self.q_shape, self.k_shape, self.v_shape = np.shape(q), np.shape(k), np.shape(v)
@@ -559,7 +560,7 @@ def attention_varlen(
             [3.],
             [0.]]])
     """
-    call = Call(q, k, v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, **known(options))
+    call = Call(q, k, v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, varlen=True, **known(options))
     return _forward(call, return_lse)
 
 
@@ -608,7 +609,7 @@ def attention_varlen_backward(
     array([1., 1., 0.])
     """
     check_forward_only(options)
-    call = Call(q, k, v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, **known(options))
+    call = Call(q, k, v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, varlen=True, **known(options))
     return _backward(call, dout, dlse, wrt)
 
 

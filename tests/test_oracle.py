@@ -662,3 +662,11 @@ def test_wrong_options_are_refused_as_everywhere():
         oracle.attention(x, x, x, casual=True)
     with pytest.raises(rf.ProblemError, match="return_lse is not an option of the backward functions"):
         oracle.attention_backward(x, x, x, x, None, None, return_lse=True)
+
+
+def test_packed_sequences_need_their_starts():
+    x = np.ones((2, 3, 4))
+    with pytest.raises(rf.ProblemError, match="cu_seqlens_q"):
+        rf.oracle.attention_varlen(x, x, x, None, None)
+    with pytest.raises(rf.ProblemError, match="cu_seqlens_q"):
+        rf.oracle.attention_varlen_backward(x, x, x, x, None, None, None, None)
