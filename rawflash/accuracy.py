@@ -1,4 +1,4 @@
-"""How close is close enough? The bound of the contract, section 6, computed for one call.
+"""How close is close enough? The bound on errors (documentation, "Conventions"), computed for one call.
 
 For ``out``, ``lse`` and every gradient, element by element::
 
@@ -213,7 +213,7 @@ def reference(
 
 
 def allowed_error(name: str, reference: Reference) -> np.ndarray:
-    """The bound of the contract, section 6, for one result.
+    """The bound on the errors of one result; see the documentation, "Conventions".
 
     Parameters
     ----------

@@ -35,7 +35,7 @@ FARTHEST = 2**61  # of a q_offset: positions and bands then stay within 64 bits
 
 
 class Options(TypedDict, total=False):
-    """The keyword options that every attention function takes; contract, section 2.
+    """The keyword options that every attention function takes.
 
     ``B`` batch, ``Hq`` query heads, ``Tq``/``Tk`` query and key lengths, ``i``/``j`` query row
     and key. On a score, in this order: ``s = scale * q.k``, softcap, ``+ bias``, ``+ alibi``,

@@ -600,7 +600,7 @@ BROKEN = {
     "O is overwritten before it was read": (
         ("        if (lane == 0)\n            await_stores_read<0>();\n", ""), plain(B=2, Hq=4)
     ),
-    "a part of the sum is left out": (("for (int y = 1; y < CHAINS; y++)", "for (int y = 2; y < CHAINS; y++)"), plain()),
+    "a part of the sum is left out": (("int y = 1; y < CHAINS", "int y = 2; y < CHAINS"), plain()),
     "P of the step before is not waited for": (
         ("l[0] + l[1];\n            await_products<0>();", "l[0] + l[1];\n            await_products<1>();"), plain()
     ),
