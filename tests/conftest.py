@@ -52,9 +52,10 @@ def pytest_configure(config):
 
 @pytest.hookimpl(trylast=True)  # a part is one of the tests that -m has left
 def pytest_collection_modifyitems(config, items):
-    """GPU tests of numba_cuda come first: they compile for minutes, and with ``--maxschedchunk 1`` none begins late."""
+    """GPU tests that take long come first, as with ``--maxschedchunk 1`` none begins late then: those of numba_cuda
+    compile for minutes, and the oracle of 4097 rows takes as long."""
     if config.option.markexpr == "gpu":
-        items.sort(key=lambda item: "test_gpu_numba" not in item.nodeid)
+        items.sort(key=lambda item: "test_gpu_numba" not in item.nodeid and "-4097]" not in item.nodeid)
     if config.option.gpu_part:
         gpu_record.take_part(config, items)
 
