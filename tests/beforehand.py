@@ -29,10 +29,9 @@ import gpu_record
 import numpy as np
 import pytest
 import sanitize
-import test_gpu
+import test_forward
 import tolerances
 from test_cupy_raw_offline import Device
-from test_forward import make
 from test_gpu_arrays import ndarray
 
 from rawflash import arrays, problem
@@ -86,8 +85,8 @@ def on_device(host):
     return np.asarray(host).view(OnDevice)
 
 
-def stand_in(loaded):
-    """A module "cupy": NumPy's functions, and a device that runs nothing. Texts that it would load go to ``loaded``."""
+def stand_in():
+    """A module "cupy": NumPy's functions, and a device that runs nothing."""
     cupy = ModuleType("cupy")
 
     def of_numpy(name):
@@ -162,10 +161,13 @@ def texts(narrowed=()):
     def nothing(*arguments, **options):  # no Mock, which keeps what it is called with
         return None
 
+    def many(B=1, **options):
+        return test_forward.make(B=B, **options), nothing_allowed
+
     nothing_allowed = tolerances.Reference({}, {}, {})
-    with ExitStack() as stack:
+    with ExitStack() as stack:  # before pytest imports the tests, which take these by name
         for patch in (
-            mock.patch.dict(sys.modules, cupy=stand_in(loaded)),
+            mock.patch.dict(sys.modules, cupy=stand_in()),
             mock.patch.object(arrays, "require_cupy", lambda: sys.modules["cupy"]),
             mock.patch.object(arrays, "device_of", lambda address: 0),
             mock.patch.object(compiler, "load", load),
@@ -174,7 +176,7 @@ def texts(narrowed=()):
             mock.patch.object(tensor_map, "encode", lambda *geometry: array("q", bytes(8 * tensor_map.WORDS))),
             mock.patch.multiple(gpu, to_cupy=on_device, to_kind=to_kind, to_host=np.asarray),
             mock.patch.multiple(tolerances, assert_close=nothing, reference=lambda *a, **k: nothing_allowed),
-            mock.patch.object(test_gpu, "make_many", lambda **options: (make(**dict(B=1) | options), nothing_allowed)),
+            mock.patch.object(test_forward, "make_many", many),
             mock.patch.multiple(np.testing, assert_array_equal=nothing, assert_allclose=nothing),
             mock.patch.object(gpu_record, "after_pytest", nothing),  # nothing ran on a GPU
         ):
