@@ -495,70 +495,98 @@ def _by(line: Row, key: str, mine: str = "rawflash") -> float | None:
     return round(ours / theirs, 3)
 
 
+GRADIENT_DRAWS = 8
 GRADIENT_FAMILIES = ("normal", "later keys x 10", "earlier keys x 10", "ramp up to 10")
 
 
 def gradients(where: Where, dtype: str, d: int, T: int, causal: bool, long: bool = False,
-              families: Sequence[str] = GRADIENT_FAMILIES) -> Row:  # fmt: skip
-    """Errors of all gradients by family, each side from its own out and lse: ours, cuDNN's, and ours from its out."""
+              families: Sequence[str] = GRADIENT_FAMILIES, draws: int = GRADIENT_DRAWS) -> Row:  # fmt: skip
+    """Errors of all gradients by family, each side from its own out and lse: ours, cuDNN's, and ours from its out.
+
+    Those of several draws together; what each of them says of ours from cuDNN's out is told beside it, since a ratio
+    near 1 may be one draw's chance.
+    """
+    lines, failures = {}, []
+    kernels: Counter[str] = Counter()
     with planned_as_long() if long else contextlib.nullcontext():
-        return _gradients(where, dtype, d, T, causal, families)
+        for n, name in enumerate(families):
+            found = [_gradients(where, dtype, d, T, causal, name, 100 + n + 1000 * draw, kernels)
+                     for draw in range(draws)]  # fmt: skip
+            line: Row = {}
+            if why := next((one["cudnn_failed"] for one in found if "cudnn_failed" in one), ""):
+                line["cudnn_failed"] = why
+            for result in ("out", "dq", "dk", "dv"):
+                each = [one[result] for one in found]
+                whose = [who for who in each[0] if all(who in one for one in each)]
+                together: Row = {who: _pooled([one[who] for one in each]) for who in whose}
+                line[result] = together
+                if "cudnn" in together:
+                    for key in ("largest", "rms"):
+                        together[f"{key}_by_cudnn"] = _by(together, key)
+                if "same_out" in together:
+                    key = "rms_by_cudnn_of_the_same_out"
+                    together[key] = _by(together, "rms", "same_out")
+                    together[f"{key}_by_draw"] = [_by(one, "rms", "same_out") for one in each]
+                for key in ("rms_by_cudnn", "rms_by_cudnn_of_the_same_out"):
+                    by = together.get(key)
+                    if not (by or 0) <= BY_CUDNN:
+                        failures.append({"family": name, "what": f"{result}: {key} is {by}"})
+                by_bound = together["rawflash"]["by_bound"]
+                if not by_bound <= 1:
+                    failures.append({"family": name, "what": f"{result}: {by_bound} times the error allowed"})
+            lines[name] = line
+    return {"case": {"dtype": dtype, "d": d, "T": T, "causal": causal}, "draws": draws, "families": lines,
+            "served": dict(kernels), "failures": failures}  # fmt: skip
 
 
-def _gradients(where: Where, dtype: str, d: int, T: int, causal: bool, families: Sequence[str]) -> Row:
+def _pooled(found: Sequence[Row]) -> Row:
+    """:func:`errors` of several draws together."""
+    return {
+        "largest": max(row["largest"] for row in found),
+        "rms": math.sqrt(sum(row["rms"] ** 2 for row in found) / len(found)),
+        "by_bound": max(row["by_bound"] for row in found),
+    }
+
+
+def _gradients(where: Where, dtype: str, d: int, T: int, causal: bool, family: str, seed: int,
+               kernels: Counter[str]) -> Row:  # fmt: skip
+    """:func:`errors` of out and of the gradients of one draw, by who computed them."""
     import torch
 
     import rawflash as rf
 
-    device, lines, failures = where.device, {}, []
+    device = where.device
     at = torch.arange(T, device=device)
     visible = (at[:, None] >= at) if causal else torch.ones(T, T, dtype=torch.bool, device=device)
     rows = torch.ones(1, 1, T, dtype=torch.bool, device=device)
-    kernels: Counter[str] = Counter()
-    for n, name in enumerate(families):
-        q, k, v = scores(name, T, d, dtype, device, H=4, seed=100 + n)
-        dout = torch.randn(q.shape, generator=torch.Generator(device).manual_seed(n), device=device).to(q.dtype)
-        clean = dense.Call(q, k, v, visible[None, None], rows, dout=dout)
-        arrays = {"q": q, "k": k, "v": v, "dout": dout}
-        made = Made(arrays, {"causal": causal} | where.options(), None, clean, None, None)
-        kernels[served(made, "backward")] += 1
-        results = call(made, True)
-        expected = expected_of(made, results)
-        theirs: dict[str, Any] = {}
-        why = ""
-        if where.device != "cpu":
-            try:
-                found = *cudnn(q, k, v, causal), *cudnn(q, k, v, causal, dout)
-                theirs = dict(zip(("out", "dq", "dk", "dv"), found, strict=True))
-            except Exception as error:
-                why = said(error)
-                if lost(where):
-                    raise
-        line: Row = {"cudnn_failed": why} if why else {}
-        # What the backward pass itself adds: ours from the out that theirs is from
-        same: dict[str, Any] = {}
-        if theirs:
-            found = rf.attention_backward(dout, q, k, v, theirs["out"].to(q.dtype), results["lse"], **made.options)
-            same = dict(zip(("dq", "dk", "dv"), found, strict=True))
-        for result in ("out", "dq", "dk", "dv"):
-            line[result] = {"rawflash": errors(results[result], *expected[result])}
-            if result in theirs:
-                line[result]["cudnn"] = errors(theirs[result], *expected[result])
-                for key in ("largest", "rms"):
-                    line[result][f"{key}_by_cudnn"] = _by(line[result], key)
-                if result in same:
-                    line[result]["same_out"] = errors(same[result], *expected[result])
-                    line[result]["rms_by_cudnn_of_the_same_out"] = _by(line[result], "rms", "same_out")
-                for key in ("rms_by_cudnn", "rms_by_cudnn_of_the_same_out"):
-                    by = line[result].get(key)
-                    if not (by or 0) <= BY_CUDNN:
-                        failures.append({"family": name, "what": f"{result}: {key} is {by}"})
-            by_bound = line[result]["rawflash"]["by_bound"]
-            if not by_bound <= 1:
-                failures.append({"family": name, "what": f"{result}: {by_bound} times the error allowed"})
-        lines[name] = line
-    return {"case": {"dtype": dtype, "d": d, "T": T, "causal": causal}, "families": lines, "served": dict(kernels),
-            "failures": failures}  # fmt: skip
+    q, k, v = scores(family, T, d, dtype, device, H=4, seed=seed)
+    dout = torch.randn(q.shape, generator=torch.Generator(device).manual_seed(seed + 500), device=device).to(q.dtype)
+    clean = dense.Call(q, k, v, visible[None, None], rows, dout=dout)
+    arrays = {"q": q, "k": k, "v": v, "dout": dout}
+    made = Made(arrays, {"causal": causal} | where.options(), None, clean, None, None)
+    kernels[served(made, "backward")] += 1
+    results = call(made, True)
+    expected = expected_of(made, results)
+    theirs: dict[str, Any] = {}
+    line: Row = {}
+    if where.device != "cpu":
+        try:
+            found = *cudnn(q, k, v, causal), *cudnn(q, k, v, causal, dout)
+            theirs = dict(zip(("out", "dq", "dk", "dv"), found, strict=True))
+        except Exception as error:
+            line["cudnn_failed"] = said(error)
+            if lost(where):
+                raise
+    # What the backward pass itself adds: ours from the out that theirs is from
+    same: dict[str, Any] = {}
+    if theirs:
+        found = rf.attention_backward(dout, q, k, v, theirs["out"].to(q.dtype), results["lse"], **made.options)
+        same = dict(zip(("dq", "dk", "dv"), found, strict=True))
+    for result in ("out", "dq", "dk", "dv"):
+        of = {"rawflash": results, "cudnn": theirs, "same_out": same}
+        line[result] = {who: errors(made_by[result], *expected[result])
+                        for who, made_by in of.items() if result in made_by}  # fmt: skip
+    return line
 
 
 REDO_ROUNDS, REDO_CALLS = 7, 5

@@ -149,6 +149,29 @@ def test_families_of_scores(small):
     assert row["failures"] == [] and set(row["families"]) == set(reliability.GRADIENT_FAMILIES)
 
 
+def test_draws_of_gradients_are_pooled(monkeypatch):
+    """Of two draws the errors together, and of ours from cuDNN's out what each says."""
+    said = iter([(3.0, 4.0, 4.0), (4.0, 3.0, 6.0)])  # ours, cuDNN's, ours from cuDNN's out
+
+    def one(*_):
+        numbers = dict(zip(("rawflash", "cudnn", "same_out"), next(said), strict=True))
+        by = {who: {"largest": rms + 1, "rms": rms, "by_bound": rms / 10} for who, rms in numbers.items()}
+        return {"out": {who: by[who] for who in ("rawflash", "cudnn")}, "dq": by, "dk": by, "dv": by}
+
+    monkeypatch.setattr(reliability, "_gradients", one)
+    row = reliability.gradients(CPU, "float16", 16, 24, False, families=["normal"], draws=2)
+    dq = row["families"]["normal"]["dq"]
+    assert dq["rawflash"] == {"largest": 5.0, "rms": 12.5**0.5, "by_bound": 0.4} and row["draws"] == 2
+    assert dq["rms_by_cudnn"] == 1.0 and dq["largest_by_cudnn"] == 1.0
+    assert dq["rms_by_cudnn_of_the_same_out"] == round(26**0.5 / 12.5**0.5, 3)
+    assert dq["rms_by_cudnn_of_the_same_out_by_draw"] == [1.0, 2.0]
+    assert "rms_by_cudnn_of_the_same_out" not in row["families"]["normal"]["out"]
+    assert [f["what"] for f in row["failures"]] == []
+    said = iter([(1.6, 1.0, 1.0)])
+    row = reliability.gradients(CPU, "float16", 16, 24, False, families=["normal"], draws=1)
+    assert [f["what"] for f in row["failures"]] == [f"{n}: rms_by_cudnn is 1.6" for n in ("out", "dq", "dk", "dv")]
+
+
 def test_jobs_that_are_not_run_are_no_success(small, tmp_path):
     path = tmp_path / "found.json"
     given = ["--device", "cpu", "--processes", "0", "--part", "forward", "--sets", "1", "--record", str(path)]
