@@ -14,6 +14,7 @@ import numpy as np
 from rawflash import arrays, philox
 from rawflash.backends import lookup
 from rawflash.errors import ProblemError
+from rawflash.masks import Mask
 from rawflash.problem import (
     FORWARD_ONLY,
     Operands,
@@ -27,6 +28,8 @@ from rawflash.problem import (
     known,
 )
 from rawflash.tiling import Tiles, plan_tiles
+
+_NO_ARRAYS = (type(None), bool, int, float, str, list, tuple, np.generic, Mask)  # what options may be else
 
 
 def attention(q: Any, k: Any, v: Any, **options: Unpack[Options]) -> Any:
@@ -158,7 +161,7 @@ def attention_vjp(
     (4, 4)
     """
     problem, x = check(q, k, v, wrt=wrt, **known(options))
-    given = (q, k, v, *(value for name, value in options.items() if name != "out" and hasattr(value, "shape")))
+    given = (q, k, v, *(x for name, x in options.items() if name != "out" and not isinstance(x, _NO_ARRAYS)))
     # The check has seen what the kernel reads; of what was copied for it the pullback reads the original again
     if x.out_overlaps or (x.out is not None and any(arrays.may_share_memory(x.out, array) for array in given)):
         raise ProblemError("out overlaps an input, which the pullback reads again; expected memory of its own")

@@ -572,7 +572,7 @@ def overlaps_input(x: Operands) -> bool:
         extents = x.memo["extents"] = {name: _extent(view) for name, view in views.items() if view is not None}
     low, high = (x.addresses["out"] + end for end in extents["out"])
     return any(
-        x.addresses[name] + first < high and low < x.addresses[name] + last
+        max(x.addresses[name] + first, low) < min(x.addresses[name] + last, high)
         for name, (first, last) in extents.items()
         if name != "out"
     )
@@ -581,7 +581,7 @@ def overlaps_input(x: Operands) -> bool:
 def may_share_memory(one: Any, other: Any) -> bool:
     """Do two arrays of the caller's, of any kinds, lie on one device with bounds that overlap?"""
     (device, low, high), (other_device, first, last) = _bounds(one), _bounds(other)
-    return device == other_device and low < last and first < high
+    return device == other_device and max(low, first) < min(high, last)
 
 
 def _bounds(array: Any) -> tuple[int | None, int, int]:

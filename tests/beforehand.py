@@ -210,7 +210,7 @@ def main():
         for done in [pool.submit(compiler.cubin, *triple) for triple in found]:
             failed += done.exception() is not None
     print(f"{len(found)} programs for {ARCHITECTURE}, {failed} of them failed, in {options.folder}")
-    return int(failed > 0)
+    return int(failed > 0 or not found)
 
 
 if __name__ == "__main__":

@@ -257,8 +257,8 @@ def compare(name, dtype, got, want):
 def check_decode(case):
     """Append two keys to each sequence and decode, with tables on the host and on the GPU; compare."""
     want, cached = case.forward(backend="numpy_tiled"), case.caches(order=2)[:2]
-    for small_on_device in (False, True):
-        *results, k_cache, v_cache = append_and_decode(case, 2, small_on_device=small_on_device)
+    made = [append_and_decode(case, 2, small_on_device=small_on_device) for small_on_device in (False, True)]
+    for *results, k_cache, v_cache in made:
         for name, a, b in zip(("out", "lse"), results, want, strict=True):
             compare(f"decode, {name}", case.q.dtype.name, to_host(a), b)
         for a, b in zip((k_cache, v_cache), cached, strict=True):

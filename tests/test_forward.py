@@ -69,7 +69,7 @@ def make(
     )
 
 
-def make_many(B=1, Hq=1, Hkv=None, few=5, **options):
+def make_many(B=1, Hq=2, Hkv=None, few=5, **options):
     """A call of many heads and its reference, which takes as long as that of few.
 
     Each head of keys, with its query heads, has the arrays of one of the few. But gradients of out and lse are a power
@@ -87,7 +87,7 @@ def make_many(B=1, Hq=1, Hkv=None, few=5, **options):
     factor_of_rows = factor.repeat(group)
 
     def spread(array, of, factor=None):
-        found = array[:, of]
+        found = np.take(array, of, axis=1)  # contiguous, as those of make
         if factor is None:
             return found
         shape = (-1,) + (1,) * (found.ndim - 2)

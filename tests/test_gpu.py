@@ -412,7 +412,7 @@ def test_blocks_of_keys_that_are_divided_by_heads(name, dtype, monkeypatch):
 
 
 PAIRED = {
-    "one cluster": dict(Tq=128, Tk=256, d=128),
+    "one cluster": dict(Hq=2, Tq=128, Tk=256, d=128),
     "plain": dict(Hq=60, Tq=384, Tk=512, d=128),
     "parts of blocks": dict(Hq=40, Tq=370, Tk=500, d=128),
     "groups": dict(B=2, Hq=12, Hkv=4, Tq=256, Tk=768, d=128),

@@ -786,6 +786,14 @@ def test_arrays_of_the_device_that_share_memory(kind, monkeypatch):
             other.address = address
         assert arrays.may_share_memory(one, other) == arrays.may_share_memory(other, one) == shares
     assert not arrays.may_share_memory(one, home)
+    nothing = kind(home[1:1])  # inside of what it shares no byte with
+    if kind is CuPy:
+        nothing.data.ptr = base + 8
+    elif kind is Interface:
+        nothing.__cuda_array_interface__["data"] = base + 8, False
+    else:
+        nothing.address = base + 8
+    assert not arrays.may_share_memory(one, nothing) and not arrays.may_share_memory(nothing, one)
 
 
 def test_warm_check_is_cheap():

@@ -645,6 +645,17 @@ def test_a_pullback_needs_what_was_copied_for_the_kernel(which, original):
     rf.attention_vjp(**x, out=arr(2, 4, 4))
 
 
+@pytest.mark.parametrize("options", [
+    dict(mask=M.Dense(np.ones((4, 4), bool))), dict(mask=np.ones((4, 4), bool)), dict(alibi_slopes=[0.5, 1.0]),
+    dict(kv_lengths=[3, 4]), dict(scale=np.float32(0.5), window=(1, None), bias=np.float32(0.5).reshape(())),
+])  # fmt: skip
+def test_a_pullback_takes_an_out_of_its_own(options):
+    q, k, v, dout = np.random.default_rng(0).standard_normal((4, 2, 2, 4, 4)).astype(np.float32)
+    out, pullback = rf.attention_vjp(q, k, v, out=np.zeros_like(q), **options)
+    for a, b in zip(pullback(dout), rf.attention_vjp(q, k, v, **options)[1](dout), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
 def test_a_pullback_needs_its_slopes():
     home = np.zeros((2, 4, 4), np.float32)
     with pytest.raises(rf.ProblemError, match="out overlaps an input"):
