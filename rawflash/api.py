@@ -161,7 +161,8 @@ def attention_vjp(
     (4, 4)
     """
     problem, x = check(q, k, v, wrt=wrt, **known(options))
-    given = (q, k, v, *(x for name, x in options.items() if name != "out" and not isinstance(x, _NO_ARRAYS)))
+    given = [value for name, value in options.items() if name != "out" and not isinstance(value, _NO_ARRAYS)]
+    given += q, k, v
     # The check has seen what the kernel reads; of what was copied for it the pullback reads the original again
     if x.out_overlaps or (x.out is not None and any(arrays.may_share_memory(x.out, array) for array in given)):
         raise ProblemError("out overlaps an input, which the pullback reads again; expected memory of its own")

@@ -786,6 +786,12 @@ def test_arrays_of_the_device_that_share_memory(kind, monkeypatch):
             other.address = address
         assert arrays.may_share_memory(one, other) == arrays.may_share_memory(other, one) == shares
     assert not arrays.may_share_memory(one, home)
+    elsewhere = kind(home[:2], device=1)
+    if kind is CuPy:
+        elsewhere.data.ptr = base
+    elif kind is Torch:
+        elsewhere.address = base
+    assert not arrays.may_share_memory(one, elsewhere)
     nothing = kind(home[1:1])  # inside of what it shares no byte with
     if kind is CuPy:
         nothing.data.ptr = base + 8
