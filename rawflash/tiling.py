@@ -512,7 +512,6 @@ def wgmma_takes_backward(problem: Problem, chip: Chip, direction: str) -> bool:
         and MMA_SCALES[0] < problem.scale < MMA_SCALES[1]
         and all(option is None for option in options)
         and not (problem.page or problem.alibi or problem.dropout)
-        and not (problem.deterministic and is_wide(problem))
     )
 
 
@@ -525,7 +524,7 @@ def _wgmma_backward(problem: Problem, chip: Chip) -> Tiles:
     """The blocks of cuda/sm90/fa2_backward.cu, or of fa2_backward_wide.cu; they fit."""
     d, dv = _padded(problem.d, WGMMA_SLAB), _padded(problem.dv, WGMMA_SLAB)
     if is_wide(problem):
-        return next(tiles for tiles in (_wgmma_wide(chip, d, dv, *stages) for stages in WGMMA_WIDE_STAGES) if tiles)
+        return next(tiles for tiles in (_wgmma_wide(problem, chip, d, dv, *stages) for stages in WGMMA_WIDE_STAGES) if tiles)
     processors = chip.processors or WGMMA_PROCESSORS
     alone = _wgmma_keys(problem, chip, d, dv, 0)
     if not _can_be_fused(problem):
@@ -702,9 +701,10 @@ def keys_seen(problem: Problem, i: int, br: int) -> int:
     return max(min(end, problem.Tk) - max(first, 0), 0)
 
 
-def _wgmma_wide(chip: Chip, d: int, dv: int, stages: int, handed: int) -> Tiles | None:
+def _wgmma_wide(problem: Problem, chip: Chip, d: int, dv: int, stages: int, handed: int) -> Tiles | None:
     """The same with so many blocks of Q and dO, and of P, on chip, if they fit."""
     br = bc = WGMMA_WIDE
+    in_order = problem.deterministic
     resident = (
         Tile("K", bc, d, 2),
         Tile("V", bc, dv, 2),
@@ -714,14 +714,15 @@ def _wgmma_wide(chip: Chip, d: int, dv: int, stages: int, handed: int) -> Tiles 
         Tile("dS", WGMMA_BACKWARD_S * bc, br, 2),
         Tile("lse", stages * br, 1, 4),
         Tile("delta", stages * br, 1, 4),
-        Tile("barriers", 2 + 4 * stages + 2 * handed, 1, 8),
+        Tile("barriers", 2 + 4 * stages + 2 * handed + 2 * in_order, 1, 8),
         Tile("S, P", bc, br, 4, REGISTERS),
         Tile("dP, dS", bc, br, 4, REGISTERS),
         Tile("dQ", br, WGMMA_WIDE_DQ, 4, REGISTERS),
         Tile("dK", bc, d, 4, REGISTERS),
         Tile("dV", bc, dv, 4, REGISTERS),
     )
-    constants = {"STAGES": stages, "P_TILES": handed, "DQ_COLUMNS": WGMMA_WIDE_DQ}
+    constants = {"STAGES": stages, "P_TILES": handed, "DQ_COLUMNS": WGMMA_WIDE_DQ, "FIRST_STORES": int(in_order),
+                 "LAST_FIRST": int(in_order and _has_upper_end(problem) and problem.group == 1)}  # fmt: skip
     tiles = Tiles(
         br, bc, resident, chip.name, chip.on_chip_bytes, JI, family=WGMMA, constants=tuple(constants.items())
     )  # fmt: skip

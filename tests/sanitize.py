@@ -194,7 +194,10 @@ def halves():
                                                     kv_lengths=[65, Tk, 0]),
         "warpgroups, softcap, alibi": tall | dict(d=128, dtype="bfloat16", causal=True, softcap=8.0,
                                                   alibi_slopes=np.array([0.5, 0.1, 0.02, 0.0])),
-        "warpgroups, d = 192": tall | dict(Hq=2, d=192, dv=128, dtype="bfloat16", causal=True),
+        "warpgroups, wide": tall | dict(Hq=2, d=192, dv=128, dtype="bfloat16", causal=True),
+        "warpgroups, wide, deterministic": tall | dict(Hq=2, d=192, dv=128, dtype="float16", deterministic=True),
+        "warpgroups, wide, causal, deterministic": tall | dict(
+            d=256, dtype="bfloat16", causal=True, deterministic=True),
         "warpgroups, rows of others": tall | dict(Hq=5, Hkv=5, d=64, dtype="bfloat16", causal=True),
         "warpgroups, sums cleared": tall | dict(d=64, dtype="bfloat16", causal=True),
         "warpgroups, sums cleared, d = 128": tall | dict(d=128, dtype="float16", causal=True),

@@ -1,5 +1,6 @@
 """The backward kernels of sm_90 against the oracle, on the CPU (-m emulated): copies, barriers, warpgroups and all."""
 
+import re
 from collections import defaultdict
 from contextlib import nullcontext
 from dataclasses import replace
@@ -807,6 +808,9 @@ def test_a_schedule_is_found_once(device_by_name, monkeypatch, taken):
     (dict(Hq=8, T=4096, deterministic=True), 8), (dict(B=4, Hq=16, T=4096, deterministic=True), 8),
     (dict(B=8, Hq=16, T=2048, deterministic=True), 8), (dict(B=32, Hq=16, T=512, deterministic=True), 10),
     (dict(B=32, Hq=16, T=512, causal=False, deterministic=True), 21),
+    (dict(B=8, Hq=8, T=2048, d=256, causal=False, deterministic=True), 8),
+    (dict(B=2, Hq=8, T=8192, d=256, deterministic=True), 2), (dict(B=32, Hq=8, T=512, d=256, deterministic=True), 21),
+    (dict(Hq=8, T=4096, d=256, deterministic=True), 8), (dict(Hq=8, T=4096, d=256, causal=False, deterministic=True), 3),
 ])  # fmt: skip
 def test_sections_by_when_they_end(options, section, monkeypatch):
     """In small calls, or such with many keys, of so many heads that the last section has not too few."""
@@ -976,22 +980,30 @@ def test_each_block_of_keys_adds_in_its_turn(name, early, monkeypatch, taken, re
     options, how = IN_ORDER[name]
     if how:
         request.getfixturevalue(how)
+    waits = {TURN: "DETERMINISTIC", TURN_APART: "DETERMINISTIC && warp == 1 && lane == 0"}
+    check_turns(options, early and "nothing" not in name, waits, FILE, monkeypatch, taken)
+
+
+def check_turns(options, early, waits, file, monkeypatch, taken):
+    """By what waits for a turn, the condition on the thread that does: instead, a look at whether exactly so many have
+    added; ``early``: one fewer, which is caught."""
     emulator.install(monkeypatch, backwards=False)
     case = prepared(options | {"deterministic": True}, "bfloat16")
-    turn = "turn" + early * " - (turn > 0)"
-    wrong = f"if (DETERMINISTIC && *turns(call, block) != {turn}) {{ *sums_of_block(call, block) = INFINITE;"
     whole = compile.source
-    assert TURN in whole(FILE, "") and TURN_APART in whole(FILE, "")
+    assert all(whole(file, "").count(wait) == 1 for wait in waits)
 
     def broken(name, preamble):
         text = whole(name, preamble)
-        if name == FILE:
-            apart = "if (warp == 1 && lane == 0)\n            " + wrong + " }"
-            text = text.replace(TURN, wrong).replace(TURN_APART, apart)
+        if name == file:
+            for wait, thread in waits.items():
+                (turn,) = re.findall(r"await_turn\(turns\(call, block\), (.*)\);", wait)
+                turn += early * f" - ({turn} > 0)"
+                wrong = f"if ({thread} && *turns(call, block) != {turn}) *sums_of_block(call, block) = INFINITE;"
+                text = text.replace(wait, wrong + "{" * (wait.count("{") - wait.count("}")))
         return text
 
     monkeypatch.setattr(compile, "source", broken)
-    with pytest.raises(AssertionError) if early and "nothing" not in name else nullcontext():
+    with pytest.raises(AssertionError) if early else nullcontext():
         check(case, case.reference())
     assert taken
 

@@ -71,6 +71,9 @@ def device(request, monkeypatch):
     emulator.install(monkeypatch, backwards=request.param)
 
 
+zeros, late, late_in_last_head = narrow.zeros, narrow.late, narrow.late_in_last_head
+
+
 @pytest.fixture
 def device_by_name(request, monkeypatch):
     emulator.install(monkeypatch, backwards=len(request.node.name) % 2 == 1)
@@ -106,6 +109,51 @@ def test_orders_of_threads(name, dtype, device, taken):
     case = prepared((CALLS | PACKED)[name], dtype)
     check(case, case.reference())
     assert taken
+
+
+# Blocks of keys add to dQ in turn, the first keys first, or under a mask without lower end the last ones
+TURN = "await_turn(turns(call, block), turn_at(call, work, i0));"
+IN_ORDER = {name: ((CALLS | PACKED)[name], "") for name in (
+    "one row, one key", "one more", "many steps", "d = 200, dv = 136", "d = 128, dv = 256", "causal",
+    "causal, more rows", "causal, heads in turn", "nothing visible", "offsets", "window", "window to the left",
+    "window of one key", "groups", "one key head", "lengths", "other lengths", "lengths, causal", "sinks", *PACKED,
+)} | {
+    "longest first behind": (dict(B=2, Hq=2, Tq=250, Tk=250, d=256, causal=True), "late"),
+    "longest first behind, in the last head": (
+        dict(B=1, Hq=3, Tq=200, Tk=250, d=192, dv=128, causal=True), "late_in_last_head"),
+    "longest first behind, more rows than keys": (dict(B=1, Hq=2, Tq=300, Tk=230, d=136, causal=True), "late"),
+    "longest first behind, lengths": (
+        dict(B=3, Hq=1, Tq=200, Tk=250, d=256, causal=True, q_lengths=[200, 129, 0], kv_lengths=[130, 250, 77]), "late"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", IN_ORDER)
+def test_deterministic(name, monkeypatch, taken, zeros, request):
+    """A wrong turn would be waited for. The first one stores, so that nothing is cleared but counters, where it is
+    known that some block of keys comes to all rows."""
+    options, how = IN_ORDER[name]
+    if how:
+        request.getfixturevalue(how)
+    emulator.install(monkeypatch, backwards=False)
+    case = prepared(options | {"deterministic": True}, DTYPES[len(name) % 2])
+    check(case, case.reference(), small_on_device=len(name) % 3 == 0)
+    assert taken == ["fa2_backward_keys"]
+    may_miss_rows = (
+        "packed" in name or case.options.keys() & {"q_offset", "q_lengths"}
+        or case.q.shape[2] > case.k.shape[2] and case.options.keys() & {"causal", "window"}
+    )
+    assert zeros[0][0]["FIRST_STORES"] and (zeros[0][1] >= 4 * 64 * 64) == bool(may_miss_rows)
+
+
+@pytest.mark.parametrize("early", [False, True])
+@pytest.mark.parametrize("name", IN_ORDER)
+def test_each_block_of_keys_adds_in_its_turn(name, early, monkeypatch, taken, request):
+    """Not before: its number is then exactly that of those that have added to the rows."""
+    options, how = IN_ORDER[name]
+    if how:
+        request.getfixturevalue(how)
+    alone = name.startswith(("nothing", "one row", "many", "window of one", "packed, offsets"))  # each row sees one block
+    narrow.check_turns(options, early and not alone, {TURN: "true"}, FILE, monkeypatch, taken)
 
 
 @pytest.mark.parametrize("view", ["transposed", "sliced", "broadcast", "fortran"])
@@ -211,7 +259,7 @@ LATE = {
 }  # fmt: skip
 
 
-def late(place):
+def delayed(place):
     assert compile.source(FILE, "").count(LATE[place]) == 1
     return LATE[place], "for (int late = 0; late < 50; late++)\n__nanosleep(1);\n" + LATE[place]
 
@@ -220,13 +268,13 @@ def late(place):
 @pytest.mark.parametrize("name", ["many steps", "many steps, many stages"])
 def test_a_warpgroup_is_late(name, place, device_by_name, taken, monkeypatch):
     case = prepared(CALLS[name], "bfloat16")
-    break_backward(monkeypatch, *late(place))
+    break_backward(monkeypatch, *delayed(place))
     check(case, case.reference())
     assert taken
 
 
 @pytest.mark.parametrize("options", [
-    dict(deterministic=True), dict(softcap=9.0), dict(dropout=0.1), dict(alibi_slopes=[0.1, 0.2]), dict(sram=1 << 17),
+    dict(softcap=9.0), dict(dropout=0.1), dict(alibi_slopes=[0.1, 0.2]), dict(sram=1 << 17),
     dict(mask=rf.masks.PrefixLM(5)), dict(bias=np.zeros((20, 20), np.float32)), dict(scale=-0.5), dict(d=132),
 ], ids=lambda options: next(iter(options)))  # fmt: skip
 def test_other_calls_go_another_way(options, device_by_name, taken):
@@ -273,11 +321,19 @@ BROKEN = {
     "dQ is read early": ("one tile", "await_products<0>();  // x", ";"),
     "delta is left out": ("one tile", "P_LESS * *row_of(call.delta", "0.0f * *row_of(call.delta"),
     "lse is in other units": ("one tile", "lse * LOG2E - P_POWER", "lse - P_POWER"),
-    "heads of a group share a block of sums": ("groups", "sums += (blocks_of_head(call) -", "sums += (0 -"),
+    "heads of a group share a block of sums": (
+        "groups", "first_block(call, work.b, rows.h,", "first_block(call, work.b, work.first_head,"),
     "sequences share a block of sums": ("packed", "q_start / BR + b;", "q_start / BR;"),
     "all of dQ is its first columns": ("one tile", "moved(K_across, patch * ", "moved(K_across, 0 * "),
     "all of dK is its first columns": ("one tile", "moved(y, c * ", "moved(y, 0 * "),
     "dK is not scaled": ("one tile", "(float)call.scale, ONE", "1.0f, ONE"),
+}  # fmt: skip
+
+
+BROKEN_IN_ORDER = {
+    "": ("causal", "", ""),
+    "nobody stores": ("causal", "FIRST_STORES && turn_at(call, work, i0) == 0", "false"),
+    "all store": ("causal", "FIRST_STORES && turn_at(call, work, i0) == 0", "true"),
 }  # fmt: skip
 
 
@@ -291,7 +347,18 @@ def test_broken_kernels_are_caught(name, device_by_name, taken, monkeypatch):
     which, old, new, *places = BROKEN[name]
     case = prepared((CALLS | PACKED)[which], "float16")
     for place in places:
-        break_backward(monkeypatch, *late(place))
+        break_backward(monkeypatch, *delayed(place))
+    break_backward(monkeypatch, old, new)
+    with pytest.raises(AssertionError) if old else nullcontext():
+        check(case, case.reference())
+    assert taken
+
+
+@pytest.mark.parametrize("name", BROKEN_IN_ORDER)
+def test_broken_kernels_in_order_are_caught(name, monkeypatch, taken):
+    which, old, new = BROKEN_IN_ORDER[name]
+    emulator.install(monkeypatch, backwards=False)
+    case = prepared(IN_ORDER[which][0] | {"deterministic": True}, "float16")
     break_backward(monkeypatch, old, new)
     with pytest.raises(AssertionError) if old else nullcontext():
         check(case, case.reference())

@@ -968,15 +968,25 @@ def test_backward_passes_of_16_bits_on_sm_90(dtype):
         assert tiles.family == tiling.WGMMA and (tiles.br, tiles.bc) == (64, 64)
         slabs = -(-d // 64) + -(-dv // 64)
         stages, places = {6: (3, 1), 7: (2, 2), 8: (2, 1)}.get(slabs, (3, 2))
-        assert dict(tiles.constants) == {"STAGES": stages, "P_TILES": places, "DQ_COLUMNS": 64}
-        assert tiles.smem_bytes <= chip("sm_90").on_chip_bytes
+        switches = {"FIRST_STORES": 0, "LAST_FIRST": 0}
+        assert dict(tiles.constants) == {"STAGES": stages, "P_TILES": places, "DQ_COLUMNS": 64} | switches
+        assert tiles.smem_bytes + 16 <= chip("sm_90").on_chip_bytes
+        in_order = planned(d=d, dv=dv, causal=True, deterministic=True)
+        assert in_order.smem_bytes == tiles.smem_bytes + 16  # two barriers
+        assert dict(in_order.constants) == dict(tiles.constants) | {"FIRST_STORES": 1}
     assert planned(d=128, deterministic=True).family == tiling.WGMMA
+    # The last keys first, unless that lets query heads that share key heads wait for each other
+    for options, last_first in (
+        (dict(causal=True), 1), (dict(), 0), (dict(causal=True, window=(50, None)), 0), (dict(causal=True, Hkv=2), 0),
+    ):  # fmt: skip
+        tiles = planned(**dict(d=256, Hkv=8, deterministic=True) | options)
+        assert dict(tiles.constants)["LAST_FIRST"] == last_first
     assert planned(varlen=True, sinks=True).family == planned(varlen=True, sinks=True, d=256).family == tiling.WGMMA
     for line in ("barriers", "P and dS in 16, sums in 32 bits", "products by warpgroups (wgmma)"):
         assert line in str(planned())
     others = [
         dict(d=20), dict(dv=132), dict(d=264), dict(boxes=False), dict(Tq=0), dict(Tk=0), dict(softcap=3.0),
-        dict(d=136, deterministic=True), dict(alibi=True), dict(dropout=0.1), dict(bias=(1, 1, 1, 9)),
+        dict(d=136, softcap=3.0), dict(alibi=True), dict(dropout=0.1), dict(bias=(1, 1, 1, 9)),
         dict(scale=-1.0), dict(sram=1 << 18), dict(algorithm="fa1"), dict(dtype="float32"), dict(arch="sm_100"),
         dict(arch="sm_80"), dict(backend="numba_cuda"),
     ]  # fmt: skip

@@ -25,6 +25,7 @@ WIDE_THREADS = 512  # one that copies, three that compute
 SECTION_BYTES = 32 << 20  # of L2, for the heads whose keys are taken in turn
 SECTION_STORED, SHORT = 16 << 20, 1024  # the same where the first dQ is stored, in a fixed order up to so many keys
 SECTION_LAST = 8 << 20  # the same, in a fixed order, if the last keys come first
+SECTION_WIDE = 48 << 20  # the same, in a fixed order, of more columns and more keys than SHORT
 SECTION_MOST, SECTION_KEYS = 64 << 20, 32  # so that fewer multiprocessors are idle; blocks of keys, in any call
 BLOCK_ROWS = 128  # with as many a block of threads would be busy for as long as it takes to begin and to end
 COUNTERS = 64  # a multiple of so many lies before dQ's sums
@@ -169,7 +170,8 @@ def _section(problem: Problem, tiles: Tiles, key_blocks: int) -> int:
 
     Deterministic, blocks of keys of one head wait for each other: so heads are taken in turn without a band, too, and
     more of them where a band has a lower end, whose blocks of keys all begin with the same rows. Those of packed
-    sequences without a band wait least if all heads are taken in turn.
+    sequences without a band wait least if all heads are taken in turn. With many columns all is by what L2 can hold,
+    but few heads with a band are all taken in turn.
     """
     band = problem.has_band
     if not (band or problem.deterministic):
@@ -191,7 +193,11 @@ def _section(problem: Problem, tiles: Tiles, key_blocks: int) -> int:
             whole *= DETERMINISTIC_MORE
         elif problem.Tk <= SHORT and not tiles.lag:
             whole = SECTION_STORED
+        if is_wide(problem):
+            whole = SECTION_WIDE if problem.Tk > SHORT else SECTION_BYTES
     usual = whole // nbytes
+    if is_wide(problem) and problem.deterministic and band and heads * nbytes <= 2 * whole:
+        usual = heads
     if not (stores or problem.deterministic):
         usual = max(usual, WGMMA_PROCESSORS // (key_blocks * parts))
     most = min(max(SECTION_MOST // nbytes, usual), heads)

@@ -116,19 +116,6 @@ constexpr int ALL_MEET = 1, WARPGROUP_MEETS = 2, ALL_ADDED = 4;  // named barrie
 constexpr int COPYING_REGISTERS = FUSED && APART ? 32 : 24, ADDING_REGISTERS = FUSED ? 80 : 88, COMPUTING_REGISTERS = APART ? 200 : 240;
 static_assert(COPYING_REGISTERS + APART * ADDING_REGISTERS + COMPUTING * COMPUTING_REGISTERS <= 512, "what a multiprocessor has for 128 threads");
 
-// The first row of each step: up the blocks of rows of one head after the other. DETERMINISTIC: blocks of keys take turns at dQ. Those whose band has
-// no lower end begin with the last keys (LAST_FIRST), each at rows of its own, which nobody else has first. Others go down: the last rows are those
-// that all see, so they begin one right behind the other. Without a mask either way is as good.
-// TOGETHER, under a mask: heads would come at as many paces as blocks of keys have rows, and what they read and add to would not be in L2. Blocks of
-// threads that begin together go down, from the last rows, which all have. Those that begin as these end, the longest of them where the shortest of
-// these was, go up: all are then at the same row again.
-constexpr bool DOWN = DETERMINISTIC && BAND && !LAST_FIRST;
-static_assert(!PAIRED || !DOWN, "pairs go up");
-__device__ __forceinline__ int first_rows(const Work& work)
-{
-    return DOWN || TOGETHER && work.stride < 0 ? work.i_low + (work.i_high - 1 - work.i_low) / BR * BR : work.i_low;
-}
-
 __device__ __forceinline__ int next_rows(const Work& work, int nth, int i0)
 {
     if constexpr (TOGETHER)
@@ -284,26 +271,6 @@ __device__ __forceinline__ void exchange(const MappedCall& argument, const Work&
 }
 
 // ---- the thread that adds -----------------------------------------------------------------------------------------------------
-
-// How many blocks of keys, or pairs of them, come before this one that go through the rows from i0 on (work_of). FIRST_STORES: who has the first turn
-// stores, so that nothing has to be cleared.
-__device__ __forceinline__ unsigned turn_at(const Call& call, const Work& work, int i0)
-{
-    constexpr int ROWS = BR << PAIRED, KEYS = BC << PAIRED;
-    const int end = i0 / ROWS * ROWS + ROWS;
-    if constexpr (LAST_FIRST) {
-        const long long last_key = end > work.q_length ? work.kv_length - 1 : end - 1 + work.offset + call.band_upper;
-        const int last = (int)clamp(last_key, 0, work.kv_length - 1) / KEYS, mine = work.j0 / KEYS;
-        return (unsigned)(mine >= work.late ? last - mine : (last < work.late ? 0 : last + 1 - work.late) + mine);
-    }
-    return (unsigned)(work.j0 / KEYS - (BAND ? (int)clamp(i0 + work.offset + call.band_lower, 0, work.j0) / KEYS : 0));
-}
-
-// Counts them for a block of rows.
-__device__ __forceinline__ unsigned* turns(const Call& call, long long block)
-{
-    return call.counters + (FUSED ? 2 * call.B * call.Hkv : 0) + block;
-}
 
 // STORES: this block of threads has stored what it has to; what it adds to has been stored.
 __device__ __forceinline__ void pass_stored(const Call& call, const Work& work, int h)

@@ -13,6 +13,8 @@
 // Per step:  read for products K, Q, V and dO along the sums, dO and Q across, dS and K across for each 64 columns of dQ; P and dS written and P
 //           read; dQ added to device memory.
 //
+// DETERMINISTIC: blocks of keys take turns at the sums of a block of rows; two of the copying warpgroup's threads wait for turns and pass them on.
+//
 // fa2_backward_finish: dQ = scale * those sums, row by row.
 //
 // Scores are plain ones: what hides keys is a band, and lengths. Rows and keys past the lengths are zeros on chip, so that products with
@@ -23,7 +25,7 @@
 // 2^-29: as far as P counts.
 
 #define PAIRED 0
-constexpr int FUSED = 0, STORES = 0, DIVIDED = 0, TOGETHER = 0, LAST_FIRST = 0;  // see fa2_backward.cu
+constexpr int FUSED = 0, STORES = 0, DIVIDED = 0, TOGETHER = 0;  // see fa2_backward.cu
 
 #include "backward.cuh"
 
@@ -36,9 +38,14 @@ static_assert(BR == SLAB && BC == 64, "one warpgroup's rows of a product, and on
 // Does S of a step begin while dV of the step before is under way, and dP while dK is? Then P and dS are kept longer, for which sums of 256 columns
 // leave no registers.
 constexpr bool OVERLAP = TO_D < 256 && TO_V < 256;
-// Registers of a thread: beside sums of a warpgroup's own there are S, P and what a loop needs; dQ has the rest.
-__device__ constexpr int registers_with(int columns) { return columns == 256 ? 200 : columns == 192 ? 184 : 160; }
-constexpr int SCORES_REGISTERS = registers_with(TO_V), SLOPES_REGISTERS = registers_with(TO_D), COPYING_REGISTERS = TO_D + TO_V >= 448 ? 24 : 40;
+// Registers of a thread: beside sums of a warpgroup's own there are S, P and what a loop needs; dQ has the rest. DETERMINISTIC: which rows come next takes
+// more.
+__device__ constexpr int registers_with(int columns)
+{
+    return columns == 256 ? 200 : (columns == 192 ? 184 : 160) + 8 * DETERMINISTIC;
+}
+constexpr int SCORES_REGISTERS = registers_with(TO_V), SLOPES_REGISTERS = registers_with(TO_D);
+constexpr int COPYING_REGISTERS = TO_D + TO_V < 448 ? 40 : 24 + 8 * DETERMINISTIC;
 constexpr int REST = 65536 / WARPGROUP - COPYING_REGISTERS - SCORES_REGISTERS - SLOPES_REGISTERS;
 constexpr int ROWS_REGISTERS = REST < 240 ? REST : 240;
 // Columns of one product: the assembler takes no 256 in a kernel of so many threads.
@@ -52,7 +59,8 @@ constexpr int AT_K = 0, AT_V = AT_K + BC * TO_D * 2, AT_Q = AT_V + BC * TO_V * 2
 constexpr int AT_P = AT_DO + STAGES * DO_BYTES, AT_DS = AT_P + P_TILES * P_BYTES, AT_LSE = AT_DS + HANDED * TILE;
 constexpr int AT_DELTA = AT_LSE + STAGES * BR * 4, AT_BARRIERS = AT_DELTA + STAGES * BR * 4;
 constexpr int K_THERE = 0, V_THERE = 1, Q_THERE = 2, O_THERE = Q_THERE + STAGES, Q_READ = O_THERE + STAGES, O_READ = Q_READ + STAGES;
-constexpr int P_THERE = O_READ + STAGES, P_READ = P_THERE + P_TILES, BARRIERS = P_READ + P_TILES;
+constexpr int P_THERE = O_READ + STAGES, P_READ = P_THERE + P_TILES, TURN = P_READ + P_TILES, ADDED = TURN + 1;
+constexpr int BARRIERS = TURN + 2 * DETERMINISTIC;
 static_assert(AT_BARRIERS + BARRIERS * 8 == TILE_BYTES, "tiling.py and this file disagree on what is on chip");
 
 // Named barriers: of all that compute, of the two with Q and dO, of one of these; dS is there, or read, each of two.
@@ -61,6 +69,25 @@ constexpr int COMPUTING = (GROUPS - 1) * WARPGROUP, BOTH = 2 * WARPGROUP;  // th
 
 constexpr int P_POWER = TYPE == FLOAT16 ? 15 : 0;  // P on chip is 2^P_POWER times as large
 constexpr float P_LESS = 1.0f / (1 << P_POWER);
+
+// Which rows a step has: those from i0 on, of query head h. DOWN (backward.cuh): blocks of keys take turns, and have fewer rows the later they come. So
+// that none is ahead of those before it, and waits for them, the same rows of all heads come one after the other.
+struct Rows {
+    int h, i0;
+};
+
+__device__ __forceinline__ Rows first_of_all(const Call& call, const Work& work) { return {work.h * (int)call.group, first_rows(work)}; }
+
+__device__ __forceinline__ Rows rows_after(const Call& call, const Work& work, Rows x)
+{
+    if constexpr (DOWN) {
+        const int first = work.h * (int)call.group;
+        return x.h + 1 < first + (int)call.group ? Rows{x.h + 1, x.i0} : Rows{first, x.i0 - BR};
+    }
+    if ((x.i0 += BR) >= work.i_high)
+        x.i0 = work.i_low, x.h++;
+    return x;
+}
 
 // ---- the warps that copy ---------------------------------------------------------------------------------------------------
 
@@ -71,8 +98,9 @@ __device__ __forceinline__ void copy_rows(
 {
     const int lane = threadIdx.x % WARP_LANES;
     Ring<STAGES> at;
-    int h = work.h * (int)call.group, i0 = work.i_low;
+    Rows rows = first_of_all(call, work);
     for (int steps = work.steps; steps > 0; steps--) {
+        const int h = rows.h, i0 = rows.i0;
         float x[BR / WARP_LANES];
 #pragma unroll
         for (int n = 0; n < BR / WARP_LANES; n++)
@@ -87,8 +115,7 @@ __device__ __forceinline__ void copy_rows(
             numbers[at.stage * BR + lane + n * WARP_LANES] = x[n];
         arrive(there + at.stage);
         at.next();
-        if ((i0 += BR) >= work.i_high)
-            i0 = work.i_low, h++;
+        rows = rows_after(call, work, rows);
     }
 }
 
@@ -240,11 +267,12 @@ __device__ __forceinline__ void compute_scores(const Call& call, const Work& wor
         const Seen seen(call, work);
         const LowerHalf K = lower_half(on_chip + AT_K), Q = lower_half(on_chip + AT_Q), dO_across = lower_half(on_chip + AT_DO, BR * SLAB_ROW);
         Ring<STAGES> at;
-        int i0 = work.i_low, last = -1;
+        Rows rows = first_of_all(call, work);
+        int last = -1;
 
         await_keys(call, work, on_chip, barriers);
         for (int steps = work.steps; steps > 0; steps--) {
-            const int stage = at.stage, part = steps % P_TILES;
+            const int stage = at.stage, part = steps % P_TILES, i0 = rows.i0;
 
             const auto dispose = [&]() {
                 await_products<OVERLAP ? 1 : 0>();  // dV of the step before
@@ -303,8 +331,7 @@ __device__ __forceinline__ void compute_scores(const Call& call, const Work& wor
 
             last = stage;
             at.next();
-            if ((i0 += BR) >= work.i_high)
-                i0 = work.i_low;
+            rows = rows_after(call, work, rows);
         }
         await_products<0>();  // dV
     }
@@ -323,11 +350,12 @@ __device__ __forceinline__ void compute_slopes(const Call& call, const Work& wor
         const Seen seen(call, work);
         const LowerHalf V = lower_half(on_chip + AT_V), dO = lower_half(on_chip + AT_DO), Q_across = lower_half(on_chip + AT_Q, BR * SLAB_ROW);
         Ring<STAGES> at;
-        int i0 = work.i_low, last = -1;
+        Rows rows = first_of_all(call, work);
+        int last = -1;
 
         await_keys(call, work, on_chip, barriers);
         for (int steps = work.steps; steps > 0; steps--) {
-            const int stage = at.stage, part = steps % HANDED;
+            const int stage = at.stage, part = steps % HANDED, i0 = rows.i0;
 
             const auto dispose = [&]() {
                 await_products<OVERLAP ? 1 : 0>();  // dK of the step before
@@ -389,12 +417,20 @@ __device__ __forceinline__ void compute_slopes(const Call& call, const Work& wor
 
             last = stage;
             at.next();
-            if ((i0 += BR) >= work.i_high)
-                i0 = work.i_low;
+            rows = rows_after(call, work, rows);
         }
         await_products<0>();  // dK
     }
     store_keys<TO_D, D>(call, work, call.dk, on_chip + AT_Q, dK, (float)call.scale, ONE_MEETS + 1);
+}
+
+// For each step its first row and the block of its rows in dQ's sums: `step(steps that are left, i0, block)`.
+template <class Step> __device__ __forceinline__ void each_block_of_rows(const Call& call, const Work& work, Step step)
+{
+    Rows rows = first_of_all(call, work);
+#pragma unroll 1
+    for (int steps = work.steps; steps > 0; steps--, rows = rows_after(call, work, rows))
+        step(steps, rows.i0, first_block(call, work.b, rows.h, work.q_start) + rows.i0 / BR);
 }
 
 // ---- dQ ------------------------------------------------------------------------------------------------------------------------------
@@ -411,12 +447,12 @@ __device__ __forceinline__ void compute_rows(const Call& call, const Work& work,
     if (work.steps == 0)
         return;
     const LowerHalf K_across = lower_half(on_chip + AT_K, BC * SLAB_ROW), dS_across = lower_half(on_chip + AT_DS, BC * SLAB_ROW);
-    float* sums = sums_of_block(call, first_block(call, work.b, work.h * call.group, work.q_start) + work.i_low / BR) +
-                  lane_numbers();
-    int i0 = work.i_low;
+    int parity = 0;
     await_keys(call, work, on_chip, barriers);
-    for (int steps = work.steps; steps > 0; steps--) {
+    each_block_of_rows(call, work, [&](int steps, int i0, long long block) {
+        float* const sums = sums_of_block(call, block) + lane_numbers();
         const int part = steps % HANDED;
+        const bool stores = FIRST_STORES && turn_at(call, work, i0) == 0;
         meet(DS_THERE + part, BOTH);
 #pragma unroll
         for (int patch = 0; patch < PATCHES; patch++) {
@@ -431,17 +467,49 @@ __device__ __forceinline__ void compute_rows(const Call& call, const Work& work,
             await_products<0>();  // x
             if (patch + 1 == PATCHES && steps > HANDED)
                 announce(DS_READ + part, BOTH);
+            if (DETERMINISTIC && patch == 0)
+                await(barriers + TURN, parity);
 #pragma unroll
-            for (int n = 0; n < DQ_COLUMNS / 8; n++)
-                atomicAdd(reinterpret_cast<float4*>(sums + patch * PATCH + n * WARP_LANES * LANE_NUMBERS),
-                          make_float4(x[4 * n], x[4 * n + 1], x[4 * n + 2], x[4 * n + 3]));
+            for (int n = 0; n < DQ_COLUMNS / 8; n++) {
+                float4* const to = reinterpret_cast<float4*>(sums + patch * PATCH + n * WARP_LANES * LANE_NUMBERS);
+                const float4 numbers = make_float4(x[4 * n], x[4 * n + 1], x[4 * n + 2], x[4 * n + 3]);
+                if (stores)
+                    *to = numbers;
+                else
+                    atomicAdd(to, numbers);
+            }
         }
-        i0 += BR, sums += BR * TO_D;
-        if (i0 >= work.i_high) {
-            i0 = work.i_low;
-            sums += (blocks_of_head(call) - (work.i_high - work.i_low + BR - 1) / BR) * (BR * TO_D);
-        }
-    }
+        if constexpr (DETERMINISTIC)
+            arrive_as_warp(barriers + ADDED, threadIdx.x % WARP_LANES), parity ^= 1;
+    });
+}
+
+// DETERMINISTIC: blocks of keys take turns at dQ, and a turn takes as long as a step. So two threads of warps that have nothing else to do wait for
+// one turn and pass another on while dQ of the next step is computed. The next turn does not begin before the end of this one has been seen.
+__device__ __forceinline__ void await_turns(const Call& call, const Work& work, Barrier* barriers)
+{
+    int parity = 0;
+    each_block_of_rows(call, work, [&](int steps, int i0, long long block) {
+        await_turn(turns(call, block), turn_at(call, work, i0));
+        if (steps < work.steps)
+            await(barriers + TURN, parity ^ 1);  // the one before
+        arrive(barriers + TURN);
+        parity ^= 1;
+    });
+}
+
+__device__ __forceinline__ void pass_turns(const Call& call, const Work& work, Barrier* barriers)
+{
+    int parity = 0;
+    if (work.steps > 0)
+        arrive(barriers + TURN);
+    each_block_of_rows(call, work, [&](int steps, int, long long block) {
+        await(barriers + ADDED, parity);
+        if (steps > 1)
+            arrive(barriers + TURN);
+        pass_turn(turns(call, block));
+        parity ^= 1;
+    });
 }
 
 // ---- kernels ---------------------------------------------------------------------------------------------------------------------------
@@ -469,6 +537,10 @@ extern "C" __global__ void __launch_bounds__(KEYS_THREADS, 1) fa2_backward_keys(
             init_barrier(barriers + P_THERE + n, WARPS * ARRIVALS);
             init_barrier(barriers + P_READ + n, WARPS * ARRIVALS);
         }
+        if constexpr (DETERMINISTIC) {
+            init_barrier(barriers + TURN, 2);
+            init_barrier(barriers + ADDED, WARPS * ARRIVALS);
+        }
         fence_barriers();
     }
     __syncthreads();  // barriers are there
@@ -489,6 +561,10 @@ extern "C" __global__ void __launch_bounds__(KEYS_THREADS, 1) fa2_backward_keys(
         give_registers<COPYING_REGISTERS>();
         if (threadIdx.x < 2 * WARP_LANES && work.steps > 0)
             copy_all(argument, work, on_chip, barriers);
+        else if (DETERMINISTIC && threadIdx.x == 2 * WARP_LANES)
+            await_turns(call, work, barriers);
+        else if (DETERMINISTIC && threadIdx.x == 3 * WARP_LANES)
+            pass_turns(call, work, barriers);
     }
 }
 
