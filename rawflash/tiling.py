@@ -524,7 +524,8 @@ def _wgmma_backward(problem: Problem, chip: Chip) -> Tiles:
     """The blocks of cuda/sm90/fa2_backward.cu, or of fa2_backward_wide.cu; they fit."""
     d, dv = _padded(problem.d, WGMMA_SLAB), _padded(problem.dv, WGMMA_SLAB)
     if is_wide(problem):
-        return next(tiles for tiles in (_wgmma_wide(problem, chip, d, dv, *stages) for stages in WGMMA_WIDE_STAGES) if tiles)
+        found = (_wgmma_wide(problem, chip, d, dv, *stages) for stages in WGMMA_WIDE_STAGES)
+        return next(tiles for tiles in found if tiles)
     processors = chip.processors or WGMMA_PROCESSORS
     alone = _wgmma_keys(problem, chip, d, dv, 0)
     if not _can_be_fused(problem):
@@ -566,6 +567,7 @@ def _wgmma_keys(problem: Problem, chip: Chip, d: int, dv: int, lag: int) -> Tile
     stores = _stores(problem) and not (paired or together)
     first_stores = problem.deterministic and (not fused or paired or apart and band)  # else no registers for it
     last_first = stores or problem.deterministic and _has_upper_end(problem)
+    turns_apart = problem.deterministic and band and not (fused or apart)
     resident = (
         *((Tile("delta", 8, WGMMA_SLAB, 2),) if paired else ()),  # in three parts of 16 bits: rows of a slab
         Tile("K", bc, d, 2),
@@ -581,7 +583,7 @@ def _wgmma_keys(problem: Problem, chip: Chip, d: int, dv: int, lag: int) -> Tile
         *(() if paired else (Tile("delta", stages * br, 1, 4),)),
         *((Tile("limits", 2 * bc, 4, 4),) if limits else ()),
         *((Tile("shares", 2, 8, 4),) if fused else ()),
-        Tile("barriers", 6 + 3 * stages + 2 * fused + 4 * paired, 1, 8),
+        Tile("barriers", 6 + 3 * stages + 2 * (fused + turns_apart) + 4 * paired, 1, 8),
         Tile("S, P", bc, br, 4, REGISTERS),
         Tile("dP", bc, WGMMA_SLAB, 4, REGISTERS),
         Tile("dQ", WGMMA_ROWS if apart else br, d, 4, REGISTERS),

@@ -810,7 +810,8 @@ def test_a_schedule_is_found_once(device_by_name, monkeypatch, taken):
     (dict(B=32, Hq=16, T=512, causal=False, deterministic=True), 21),
     (dict(B=8, Hq=8, T=2048, d=256, causal=False, deterministic=True), 8),
     (dict(B=2, Hq=8, T=8192, d=256, deterministic=True), 2), (dict(B=32, Hq=8, T=512, d=256, deterministic=True), 21),
-    (dict(Hq=8, T=4096, d=256, deterministic=True), 8), (dict(Hq=8, T=4096, d=256, causal=False, deterministic=True), 3),
+    (dict(Hq=8, T=4096, d=256, deterministic=True), 8),
+    (dict(Hq=8, T=4096, d=256, causal=False, deterministic=True), 3),
 ])  # fmt: skip
 def test_sections_by_when_they_end(options, section, monkeypatch):
     """In small calls, or such with many keys, of so many heads that the last section has not too few."""
@@ -918,9 +919,11 @@ def test_broken_kernels_that_divide_by_heads_are_caught(name, device_by_name, by
     check_caught(*BROKEN_BY_HEADS[name], BY_HEADS, monkeypatch, taken)
 
 
-# Where a block of threads waits: the thread that adds, or one of the warpgroup APART, whose others wait for it
-TURN = "if (DETERMINISTIC && !has_turn) {\n            await_turn(turns(call, block), turn);"
+# Where a block of threads waits: the thread that adds, one of the warpgroup APART, whose others wait for it, or one
+# that does nothing else
+TURN = "if (DETERMINISTIC && !TURNS_APART && !has_turn) {\n            await_turn(turns(call, block), turn);"
 TURN_APART = "if (DETERMINISTIC && warp == 1 && lane == 0)\n            await_turn(turns(call, block), turn);"
+TURN_ALONE = "await_turn(turns(call, block), turn_at(call, work, i0));"
 IN_ORDER = {
     "down": (dict(B=2, Hq=2, Tq=300, d=64, window=(130, 0)), ""),
     "by heads": (BY_HEADS["deterministic"], "by_heads"),
@@ -980,7 +983,8 @@ def test_each_block_of_keys_adds_in_its_turn(name, early, monkeypatch, taken, re
     options, how = IN_ORDER[name]
     if how:
         request.getfixturevalue(how)
-    waits = {TURN: "DETERMINISTIC", TURN_APART: "DETERMINISTIC && warp == 1 && lane == 0"}
+    waits = {TURN: "DETERMINISTIC && !TURNS_APART", TURN_APART: "DETERMINISTIC && warp == 1 && lane == 0"}
+    waits[TURN_ALONE] = "true"
     check_turns(options, early and "nothing" not in name, waits, FILE, monkeypatch, taken)
 
 

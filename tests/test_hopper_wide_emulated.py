@@ -112,7 +112,6 @@ def test_orders_of_threads(name, dtype, device, taken):
 
 
 # Blocks of keys add to dQ in turn, the first keys first, or under a mask without lower end the last ones
-TURN = "await_turn(turns(call, block), turn_at(call, work, i0));"
 IN_ORDER = {name: ((CALLS | PACKED)[name], "") for name in (
     "one row, one key", "one more", "many steps", "d = 200, dv = 136", "d = 128, dv = 256", "causal",
     "causal, more rows", "causal, heads in turn", "nothing visible", "offsets", "window", "window to the left",
@@ -123,7 +122,8 @@ IN_ORDER = {name: ((CALLS | PACKED)[name], "") for name in (
         dict(B=1, Hq=3, Tq=200, Tk=250, d=192, dv=128, causal=True), "late_in_last_head"),
     "longest first behind, more rows than keys": (dict(B=1, Hq=2, Tq=300, Tk=230, d=136, causal=True), "late"),
     "longest first behind, lengths": (
-        dict(B=3, Hq=1, Tq=200, Tk=250, d=256, causal=True, q_lengths=[200, 129, 0], kv_lengths=[130, 250, 77]), "late"),
+        dict(B=3, Hq=1, Tq=200, Tk=250, d=256, causal=True, q_lengths=[200, 129, 0], kv_lengths=[130, 250, 77]),
+        "late"),
 }  # fmt: skip
 
 
@@ -152,8 +152,8 @@ def test_each_block_of_keys_adds_in_its_turn(name, early, monkeypatch, taken, re
     options, how = IN_ORDER[name]
     if how:
         request.getfixturevalue(how)
-    alone = name.startswith(("nothing", "one row", "many", "window of one", "packed, offsets"))  # each row sees one block
-    narrow.check_turns(options, early and not alone, {TURN: "true"}, FILE, monkeypatch, taken)
+    alone = name.startswith(("nothing", "one row", "many", "window of one", "packed, offsets"))  # one block, or none
+    narrow.check_turns(options, early and not alone, {narrow.TURN_ALONE: "true"}, FILE, monkeypatch, taken)
 
 
 @pytest.mark.parametrize("view", ["transposed", "sliced", "broadcast", "fortran"])

@@ -209,6 +209,37 @@ __device__ __forceinline__ unsigned* turns(const Call& call, long long block)
     return call.counters + (FUSED ? 2 * call.B * call.Hkv : 0) + block;
 }
 
+// For each step, in order: `step(steps that are left, first row, block of rows in dQ's sums)`.
+template <class Step> __device__ __forceinline__ void each_block_of_rows(const Call& call, const Work& work, Step step);
+
+// Turns take as long as steps, so two threads of warps that have nothing else to do wait for one and pass another on, while dQ of the next step is
+// computed; `turn` and `added` are between them and who adds. The next turn does not begin before the end of this one has been seen.
+__device__ __forceinline__ void await_turns(const Call& call, const Work& work, Barrier* turn)
+{
+    int parity = 0;
+    each_block_of_rows(call, work, [&](int steps, int i0, long long block) {
+        await_turn(turns(call, block), turn_at(call, work, i0));
+        if (steps < work.steps)
+            await(turn, parity ^ 1);  // the one before
+        arrive(turn);
+        parity ^= 1;
+    });
+}
+
+__device__ __forceinline__ void pass_turns(const Call& call, const Work& work, Barrier* turn, Barrier* added)
+{
+    int parity = 0;
+    if (work.steps > 0)
+        arrive(turn);
+    each_block_of_rows(call, work, [&](int steps, int, long long block) {
+        await(added, parity);
+        if (steps > 1)
+            arrive(turn);
+        pass_turn(turns(call, block));
+        parity ^= 1;
+    });
+}
+
 // Which stage is next, and the parity of the phase that its barriers are in.
 template <int STAGES> struct Ring {
     int stage = 0, parity = 0;

@@ -40,7 +40,8 @@
 constexpr int COMPUTING = 2, KEYS = BC / COMPUTING;  // warpgroups, and the keys of each
 constexpr int KEYS_THREADS = (1 + COMPUTING + APART) * WARPGROUP;
 constexpr int STAGES = BR == 64 && !FUSED ? 3 : 2, S_STAGES = 2;  // of Q and dO on chip; of dS
-constexpr int COPYING = PAIRED ? 1 : FUSED ? 32 : 64;             // threads that copy
+constexpr bool TURNS_APART = DETERMINISTIC && BAND && !FUSED && !APART;  // threads that do nothing else wait for turns and pass them on
+constexpr int COPYING = PAIRED ? 1 : FUSED || TURNS_APART ? 32 : 64;     // threads that copy
 constexpr int ADDS = COPYING == 64 ? 64 : 32;                     // a thread behind these, which may add to dQ's sums
 constexpr int PART = 64, PARTS = BR / PART;                       // rows that dP has at a time
 static_assert(KEYS == 64 && BR % SLAB == 0, "what products can do");
@@ -106,7 +107,7 @@ constexpr int DS_THERE = DQ_THERE, DS_READ = DQ_READ;                    // APAR
 constexpr int FUSED_THERE = DQ_READ + COMPUTING;
 // PAIRED: dS is ready to be sent, has come there; has come from there (before the first one K, too), its place is free there.
 constexpr int DS_READY = FUSED_THERE + 2 * FUSED, DS_SENT = DS_READY + 1, DS_CAME = DS_READY + 2, DS_FREE = DS_READY + 3;
-constexpr int BARRIERS = DS_READY + 4 * PAIRED;
+constexpr int TURN = DS_READY + 4 * PAIRED, ADDED = TURN + 1, BARRIERS = TURN + 2 * TURNS_APART;
 static_assert(!PAIRED || FUSED && !STORES && BY_COLUMNS && V_HELD == SLAB / SUM, "the first slab of V is in registers");
 static_assert(S_STAGES <= COMPUTING, "barriers of either kind");
 static_assert(AT_BARRIERS + BARRIERS * 8 == TILE_BYTES, "tiling.py and this file disagree on what is on chip");
@@ -211,8 +212,8 @@ __device__ __forceinline__ void copy_all(const MappedCall& argument, const Work&
         }
 
         // lse in units of exp2, and delta. A row that sees nothing has P = 0, and one that does not exist. All rows of a thread are asked for before
-        // any is awaited, but for packed sequences, whose places take the registers for it.
-        constexpr int LOADS = PACKED ? 1 : BR / COPYING;
+        // any is awaited, but where places take the registers for it.
+        constexpr int LOADS = PACKED || TURNS_APART && DOWN ? 1 : BR / COPYING;
 #pragma unroll
         for (int from = 0; from < (PAIRED ? 0 : BR); from += LOADS * COPYING) {
             float lse[LOADS], delta[LOADS];
@@ -270,6 +271,17 @@ __device__ __forceinline__ void exchange(const MappedCall& argument, const Work&
     }
 }
 
+template <class Step> __device__ __forceinline__ void each_block_of_rows(const Call& call, const Work& work, Step step)
+{
+    int nth = 0, i0 = first_rows(work);
+#pragma unroll 1
+    for (int steps = work.steps; steps > 0; steps--) {
+        step(steps, i0, first_block(call, work.b, work.first_head + nth, work.q_start) + i0 / BR);
+        i0 = next_rows(work, nth, i0);
+        nth = next_head(work, nth, i0);
+    }
+}
+
 // ---- the thread that adds -----------------------------------------------------------------------------------------------------
 
 // STORES: this block of threads has stored what it has to; what it adds to has been stored.
@@ -304,7 +316,7 @@ __device__ __forceinline__ void add_all(const Call& call, const Work& work, cons
         const bool stores = STORES ? i0 < to_be_stored : FIRST_STORES && turn == 0;
         if (STORES && i0 == first_rows(work) && i0 >= to_be_stored)  // of these rows nothing
             pass_stored(call, work, h);
-        if (DETERMINISTIC && !has_turn) {
+        if (DETERMINISTIC && !TURNS_APART && !has_turn) {
             await_turn(turns(call, block), turn);
             fence_device();  // elsewhere pass_turn's
         }
@@ -313,6 +325,10 @@ __device__ __forceinline__ void add_all(const Call& call, const Work& work, cons
         for (int n = 0; n < COMPUTING; n++) {
             await(barriers + DQ_THERE + n, parity);
             fence_shared();
+            if (TURNS_APART && n == 0) {
+                await(barriers + TURN, parity);
+                fence_device();
+            }
             if constexpr (DETERMINISTIC && BY_KEYS)
                 await_stores<0>();  // those of the other warpgroup
             if (stores && !(BY_KEYS && n > 0))
@@ -339,7 +355,11 @@ __device__ __forceinline__ void add_all(const Call& call, const Work& work, cons
         nth = next_head(work, nth, i0);
         const long long before = block;
         block = block_of_rows();
-        if constexpr (DETERMINISTIC) {
+        if constexpr (TURNS_APART) {
+            turn = turn_at(call, work, i0);
+            await_stores<0>();
+            arrive(barriers + ADDED);
+        } else if constexpr (DETERMINISTIC) {
             turn = turn_at(call, work, i0);
             has_turn = steps > 1 + PAIRED && turn_has_come(turns(call, block), turn);
             await_stores<0>();
@@ -1035,6 +1055,10 @@ extern "C" __global__ void __launch_bounds__(KEYS_THREADS, 1) CLUSTER fa2_backwa
             init_barrier(barriers + DS_SENT, 1);
             init_barrier(barriers + DS_FREE, COMPUTING * WARPS);
         }
+        if constexpr (TURNS_APART) {
+            init_barrier(barriers + TURN, 2);
+            init_barrier(barriers + ADDED, 1);
+        }
         for (int n = 0; n < STAGES; n++) {
             init_barrier(barriers + Q_THERE + n, 1);
             init_barrier(barriers + O_THERE + n, 1 + !PAIRED * COPYING);  // who begins the copy of dO, and those that wrote lse and delta
@@ -1064,6 +1088,10 @@ extern "C" __global__ void __launch_bounds__(KEYS_THREADS, 1) CLUSTER fa2_backwa
             copy_all(argument, work, on_chip, barriers);
         else if (!APART && threadIdx.x == ADDS && (FUSED || work.steps > 0))
             add_all(call, work, on_chip, barriers);
+        else if (TURNS_APART && threadIdx.x == 2 * WARP_LANES)
+            await_turns(call, work, barriers + TURN);
+        else if (TURNS_APART && threadIdx.x == 3 * WARP_LANES)
+            pass_turns(call, work, barriers + TURN, barriers + ADDED);
         if constexpr (FUSED) {
             // For as many blocks of threads as there are blocks of keys, if there are more
             const unsigned warp = threadIdx.x / WARP_LANES, ahead = blockIdx.x + (unsigned)call.ahead, behind = (unsigned)call.behind;

@@ -424,7 +424,6 @@ __device__ __forceinline__ void compute_slopes(const Call& call, const Work& wor
     store_keys<TO_D, D>(call, work, call.dk, on_chip + AT_Q, dK, (float)call.scale, ONE_MEETS + 1);
 }
 
-// For each step its first row and the block of its rows in dQ's sums: `step(steps that are left, i0, block)`.
 template <class Step> __device__ __forceinline__ void each_block_of_rows(const Call& call, const Work& work, Step step)
 {
     Rows rows = first_of_all(call, work);
@@ -484,34 +483,6 @@ __device__ __forceinline__ void compute_rows(const Call& call, const Work& work,
     });
 }
 
-// DETERMINISTIC: blocks of keys take turns at dQ, and a turn takes as long as a step. So two threads of warps that have nothing else to do wait for
-// one turn and pass another on while dQ of the next step is computed. The next turn does not begin before the end of this one has been seen.
-__device__ __forceinline__ void await_turns(const Call& call, const Work& work, Barrier* barriers)
-{
-    int parity = 0;
-    each_block_of_rows(call, work, [&](int steps, int i0, long long block) {
-        await_turn(turns(call, block), turn_at(call, work, i0));
-        if (steps < work.steps)
-            await(barriers + TURN, parity ^ 1);  // the one before
-        arrive(barriers + TURN);
-        parity ^= 1;
-    });
-}
-
-__device__ __forceinline__ void pass_turns(const Call& call, const Work& work, Barrier* barriers)
-{
-    int parity = 0;
-    if (work.steps > 0)
-        arrive(barriers + TURN);
-    each_block_of_rows(call, work, [&](int steps, int, long long block) {
-        await(barriers + ADDED, parity);
-        if (steps > 1)
-            arrive(barriers + TURN);
-        pass_turn(turns(call, block));
-        parity ^= 1;
-    });
-}
-
 // ---- kernels ---------------------------------------------------------------------------------------------------------------------------
 
 extern "C" __global__ void __launch_bounds__(KEYS_THREADS, 1) fa2_backward_keys(const __grid_constant__ MappedCall argument)
@@ -562,9 +533,9 @@ extern "C" __global__ void __launch_bounds__(KEYS_THREADS, 1) fa2_backward_keys(
         if (threadIdx.x < 2 * WARP_LANES && work.steps > 0)
             copy_all(argument, work, on_chip, barriers);
         else if (DETERMINISTIC && threadIdx.x == 2 * WARP_LANES)
-            await_turns(call, work, barriers);
+            await_turns(call, work, barriers + TURN);
         else if (DETERMINISTIC && threadIdx.x == 3 * WARP_LANES)
-            pass_turns(call, work, barriers);
+            pass_turns(call, work, barriers + TURN, barriers + ADDED);
     }
 }
 
