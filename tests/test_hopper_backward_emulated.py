@@ -924,6 +924,11 @@ def test_broken_kernels_that_divide_by_heads_are_caught(name, device_by_name, by
 TURN = "if (DETERMINISTIC && !TURNS_APART && !has_turn) {\n            await_turn(turns(call, block), turn);"
 TURN_APART = "if (DETERMINISTIC && warp == 1 && lane == 0)\n            await_turn(turns(call, block), turn);"
 TURN_ALONE = "await_turn(turns(call, block), turn_at(call, work, i0));"
+SPOILED = f"""for (int late = 0; late < 50; late++)
+            __nanosleep(1);
+        {TURN_ALONE}
+        if (turn_at(call, work, i0) == 0)
+            *sums_of_block(call, block) = INFINITE;"""
 IN_ORDER = {
     "down": (dict(B=2, Hq=2, Tq=300, d=64, window=(130, 0)), ""),
     "by heads": (BY_HEADS["deterministic"], "by_heads"),
@@ -1008,6 +1013,20 @@ def check_turns(options, early, waits, file, monkeypatch, taken):
 
     monkeypatch.setattr(compile, "source", broken)
     with pytest.raises(AssertionError) if early else nullcontext():
+        check(case, case.reference())
+    assert taken
+
+
+@pytest.mark.parametrize("waits", [False, True])
+@pytest.mark.parametrize("name", ["last keys first, d = 128", "d < dv, causal", "packed", "rows"])
+def test_who_adds_waits_for_its_turn(name, waits, device_by_name, taken, monkeypatch):
+    """Before the turn is told, what the first one stores is spoiled: it is stored after that."""
+    options = {"d < dv, causal": dict(B=1, Hq=2, Tq=150, Tk=290, d=64, dv=128, causal=True)}.get(name) or IN_ORDER[name][0]
+    case = prepared(options | {"deterministic": True}, "bfloat16")
+    break_backward(monkeypatch, TURN_ALONE, SPOILED)
+    wait = "await(barriers + TURN, parity);"
+    break_backward(monkeypatch, wait, wait if waits else ";")
+    with nullcontext() if waits else pytest.raises(AssertionError):
         check(case, case.reference())
     assert taken
 

@@ -145,15 +145,30 @@ def test_deterministic(name, monkeypatch, taken, zeros, request):
     assert zeros[0][0]["FIRST_STORES"] and (zeros[0][1] >= 4 * 64 * 64) == bool(may_miss_rows)
 
 
-@pytest.mark.parametrize("early", [False, True])
-@pytest.mark.parametrize("name", IN_ORDER)
-def test_each_block_of_keys_adds_in_its_turn(name, early, monkeypatch, taken, request):
-    """Not before: its number is then exactly that of those that have added to the rows."""
+@pytest.mark.parametrize("name", [
+    name for name in IN_ORDER
+    if not name.startswith(("nothing", "one row", "many", "window of one", "packed, offsets"))  # rows see one block, or none
+])  # fmt: skip
+def test_each_block_of_keys_adds_in_its_turn(name, monkeypatch, taken, request):
+    """Not before: its number is exactly that of those that have added to the rows."""
     options, how = IN_ORDER[name]
     if how:
         request.getfixturevalue(how)
-    alone = name.startswith(("nothing", "one row", "many", "window of one", "packed, offsets"))  # one block, or none
-    narrow.check_turns(options, early and not alone, {narrow.TURN_ALONE: "true"}, FILE, monkeypatch, taken)
+    narrow.check_turns(options, True, {narrow.TURN_ALONE: "true"}, FILE, monkeypatch, taken)
+
+
+@pytest.mark.parametrize("wait", ["in the first patch", "in the last patch", "nowhere"])
+@pytest.mark.parametrize("name", ["causal", "one key head", "many steps"])
+def test_who_adds_waits_for_its_turn(name, wait, device_by_name, taken, monkeypatch):
+    """Before the turn is told, what the first one stores is spoiled: it is stored after that."""
+    case = prepared(IN_ORDER[name][0] | {"deterministic": True}, "bfloat16")
+    break_backward(monkeypatch, narrow.TURN_ALONE, narrow.SPOILED)
+    waits = "if (DETERMINISTIC && patch == 0)\n                await(barriers + TURN, parity);"
+    new = {"in the last patch": waits.replace("patch == 0", "patch + 1 == PATCHES"), "nowhere": ""}
+    break_backward(monkeypatch, waits, new.get(wait, waits))
+    with nullcontext() if wait == "in the first patch" else pytest.raises(AssertionError):
+        check(case, case.reference())
+    assert taken
 
 
 @pytest.mark.parametrize("view", ["transposed", "sliced", "broadcast", "fortran"])

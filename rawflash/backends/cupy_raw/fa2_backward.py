@@ -170,8 +170,8 @@ def _section(problem: Problem, tiles: Tiles, key_blocks: int) -> int:
 
     Deterministic, blocks of keys of one head wait for each other: so heads are taken in turn without a band, too, and
     more of them where a band has a lower end, whose blocks of keys all begin with the same rows. Those of packed
-    sequences without a band wait least if all heads are taken in turn. With many columns all is by what L2 can hold,
-    but few heads with a band are all taken in turn.
+    sequences without a band wait least if all heads are taken in turn. Of batches of many columns as many are as L2
+    can hold, or all if they are few and there is a band.
     """
     band = problem.has_band
     if not (band or problem.deterministic):

@@ -39,12 +39,10 @@ static_assert(BR == SLAB && BC == 64, "one warpgroup's rows of a product, and on
 // leave no registers.
 constexpr bool OVERLAP = TO_D < 256 && TO_V < 256;
 // Registers of a thread: beside sums of a warpgroup's own there are S, P and what a loop needs; dQ has the rest. DETERMINISTIC: which rows come next takes
-// more.
-__device__ constexpr int registers_with(int columns)
-{
-    return columns == 256 ? 200 : (columns == 192 ? 184 : 160) + 8 * DETERMINISTIC;
-}
-constexpr int SCORES_REGISTERS = registers_with(TO_V), SLOPES_REGISTERS = registers_with(TO_D);
+// more, as far as there are any.
+__device__ constexpr int registers_with(int columns) { return columns == 256 ? 200 : columns == 192 ? 184 : 160; }
+constexpr int SCORES_REGISTERS = registers_with(TO_V) + 8 * DETERMINISTIC;
+constexpr int SLOPES_REGISTERS = registers_with(TO_D) + (TO_D < 256 ? 8 * DETERMINISTIC : 0);
 constexpr int COPYING_REGISTERS = TO_D + TO_V < 448 ? 40 : 24 + 8 * DETERMINISTIC;
 constexpr int REST = 65536 / WARPGROUP - COPYING_REGISTERS - SCORES_REGISTERS - SLOPES_REGISTERS;
 constexpr int ROWS_REGISTERS = REST < 240 ? REST : 240;
