@@ -655,6 +655,33 @@ def test_backward_products_of_many_columns_overlap(dtype, d, options, tmp_path):
     assert found["REDG"] == d // 8 + (options == "deterministic") and not found.keys() & {"LDL", "STL"}
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("d", [128, 192, 256])
+@pytest.mark.parametrize("name, options", [
+    ("causal", dict(causal=True)), ("causal, groups", dict(causal=True, group=4)), ("window", dict(window=(300, 20))),
+    ("packed", {}), ("packed, causal", dict(causal=True)), ("packed, causal, groups", dict(causal=True, group=4)),
+    ("packed, window", dict(window=(300, 20))),
+])  # fmt: skip
+def test_no_form_in_a_fixed_order_goes_to_memory_for_want_of_registers(dtype, d, name, options):
+    """Threads that take turns, and rows that go down, take registers of warps that have few."""
+    pytest.importorskip("cupy")
+    device, options = Device("sm_90a"), options | {"deterministic": True}
+    group, T, dtype = options.pop("group", 1), 512, DTYPES[dtype]
+    with device.current():
+        if "packed" in name:
+            x, k, starts = Array((T, 8, d), dtype), Array((T, 8 // group, d), dtype), np.array([0, 200, T], np.int32)
+            lse = Array((8, T), np.float32)
+            rf.attention_varlen_backward(x, x, k, k, x, lse, starts, starts, layout="bthd", **options)
+        else:
+            x, k = Array((32, 8, T, d), dtype), Array((32, 8 // group, T, d), dtype)
+            rf.attention_backward(x, x, k, k, x, Array(x.shape[:3], np.float32), **options)
+    (program,) = (p for p in device.programs if p.file.startswith("sm90/fa2_backward"))
+    assert ("_wide" in program.file) == (d > 128) and "FUSED = 1" not in program.text
+    log = kept.compile_log(program.text, program.arch)[1]
+    assert not re.findall(r"\(C75\d\d\).*", log)
+    assert not any(spilled(used) for used in compiler.usage(log).values())
+
+
 @pytest.mark.parametrize("arch, dtype", [("sm_75", "float32"), ("sm_90a", "float32"), ("sm_90a", "float64")])
 def test_products_run_on_the_units_that_the_plan_chose(arch, dtype, tmp_path):
     """Tensor cores would cut float32 to fewer bits; only kernels that split its numbers first may use them. float64 is

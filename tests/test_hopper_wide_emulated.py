@@ -147,7 +147,7 @@ def test_deterministic(name, monkeypatch, taken, zeros, request):
 
 @pytest.mark.parametrize("name", [
     name for name in IN_ORDER
-    if not name.startswith(("nothing", "one row", "many", "window of one", "packed, offsets"))  # rows see one block, or none
+    if not name.startswith(("nothing", "one row", "many", "window of one", "packed, offsets"))  # one block, or none
 ])  # fmt: skip
 def test_each_block_of_keys_adds_in_its_turn(name, monkeypatch, taken, request):
     """Not before: its number is exactly that of those that have added to the rows."""
