@@ -662,7 +662,8 @@ def _stores(problem: Problem) -> bool:
     return (
         _has_upper_end(problem)
         and _padded(problem.d, WGMMA_SLAB) >= _padded(problem.dv, WGMMA_SLAB)
-        and not (problem.ragged or problem.varlen or problem.deterministic or problem.alibi or problem.softcap is not None)
+        and not (problem.ragged or problem.varlen or problem.deterministic)
+        and not (problem.alibi or problem.softcap is not None)
         and problem.B * problem.Hkv >= WGMMA_STORED_HEADS * WGMMA_PROCESSORS
         and max(problem.Tq, problem.Tk) <= next(rows for width, rows in WGMMA_STORED.items() if columns <= width)
     )
