@@ -501,7 +501,7 @@ def wgmma_takes(problem: Problem, chip: Chip, direction: str) -> bool:
 
 def wgmma_takes_backward(problem: Problem, chip: Chip, direction: str) -> bool:
     """Is this a backward pass for cuda/sm90? What hides keys may be a band and lengths, not a mask."""
-    options = (problem.bias, problem.softcap, problem.mask, problem.sram)
+    options = (problem.bias, problem.mask, problem.sram)
     return (
         (chip.family, problem.algorithm, direction) == (TENSOR, "fa2", "backward")
         and chip.name == WGMMA_CHIP
@@ -510,8 +510,9 @@ def wgmma_takes_backward(problem: Problem, chip: Chip, direction: str) -> bool:
         and all(0 < n <= WGMMA_BACKWARD_MOST and n % 8 == 0 for n in (problem.d, problem.dv))
         and 0 < min(problem.Tq, problem.Tk) <= max(problem.Tq, problem.Tk) < MMA_LONGEST
         and MMA_SCALES[0] < problem.scale < MMA_SCALES[1]
+        and MMA_SCALES[0] < problem.scale / (problem.softcap or 1.0) < MMA_SCALES[1]
         and all(option is None for option in options)
-        and not (problem.page or problem.alibi or problem.dropout)
+        and not (problem.page or problem.dropout)
     )
 
 
@@ -543,6 +544,8 @@ def _wgmma_backward(problem: Problem, chip: Chip) -> Tiles:
 def _wgmma_keys(problem: Problem, chip: Chip, d: int, dv: int, lag: int) -> Tiles:
     """Those of fa2_backward.cu; with a lag rows are prepared and finished there."""
     br, bc, fused = WGMMA_BACKWARD[max(d, dv)], WGMMA_BACKWARD_KEYS, lag > 0
+    if problem.softcap is not None:  # which takes many registers
+        br = min(WGMMA_BACKWARD.values())
     stages = WGMMA_FUSED_STAGES if fused else WGMMA_BACKWARD_STAGES[br]
     apart = br == WGMMA_BACKWARD_APART
     band = problem.has_band
@@ -576,7 +579,7 @@ def _wgmma_keys(problem: Problem, chip: Chip, d: int, dv: int, lag: int) -> Tile
         Tile("Q", stages * br, d, 2),
         Tile("dO", stages * br, dv, 2),
         Tile("dS", WGMMA_BACKWARD_S * bc, br, 2),
-        *(() if apart else (Tile("dQ", 2 * br if d < dv else br, d, 4),)),  # d < dv: of each half of the keys
+        *(() if apart else (Tile("dQ", 2 * br if d <= WGMMA_SLAB else br, d, 4),)),  # of each half of the keys
         *((Tile("O, dO ahead", 2 * br, WGMMA_SLAB, 2),) if fused and not paired else ()),
         *((Tile("dQ behind", 68, WGMMA_SLAB, 4),) if fused else ()),
         Tile("lse", stages * br, 1, 4),
@@ -660,6 +663,7 @@ def _stores(problem: Problem) -> bool:
         _has_upper_end(problem)
         and _padded(problem.d, WGMMA_SLAB) >= _padded(problem.dv, WGMMA_SLAB)
         and not (problem.ragged or problem.varlen or problem.deterministic)
+        and not (problem.alibi or problem.softcap is not None)
         and problem.B * problem.Hkv >= WGMMA_STORED_HEADS * WGMMA_PROCESSORS
         and max(problem.Tq, problem.Tk) <= next(rows for width, rows in WGMMA_STORED.items() if columns <= width)
     )
@@ -673,7 +677,7 @@ def _can_be_fused(problem: Problem) -> bool:
         least = WGMMA_FUSED_STORED
     rows = next(rows for width, rows in least.items() if columns <= width)
     return (
-        not (problem.ragged or problem.varlen or problem.sinks)
+        not (problem.ragged or problem.varlen or problem.sinks or problem.alibi or problem.softcap is not None)
         and _padded(problem.dv, WGMMA_SLAB) <= _padded(problem.d, WGMMA_SLAB)
         and blocks >= WGMMA_FUSED_KEYS
         and _rows_of_keys(problem, WGMMA_BACKWARD_KEYS) >= rows

@@ -194,6 +194,10 @@ def halves():
                                                     kv_lengths=[65, Tk, 0]),
         "warpgroups, softcap, alibi": tall | dict(d=128, dtype="bfloat16", causal=True, softcap=8.0,
                                                   alibi_slopes=np.array([0.5, 0.1, 0.02, 0.0])),
+        "warpgroups, softcap, deterministic": tall | dict(
+            d=64, dtype="float16", causal=True, softcap=8.0, deterministic=True),
+        "warpgroups, wide, softcap, alibi": tall | dict(
+            d=256, dtype="float16", softcap=8.0, alibi_slopes=np.array([0.5, 0.1, 0.02, 0.0])),
         "warpgroups, wide": tall | dict(Hq=2, d=192, dv=128, dtype="bfloat16", causal=True),
         "warpgroups, wide, deterministic": tall | dict(Hq=2, d=192, dv=128, dtype="float16", deterministic=True),
         "warpgroups, wide, causal, deterministic": tall | dict(
@@ -217,7 +221,7 @@ def halves():
             B=2, Hq=3, Hkv=3, Tq=300, Tk=330, d=128, dtype="float16", causal=True),
         "mma, bias": tall | dict(d=64, dtype="bfloat16", causal=True, bias=normal(4, Tq, Tk)),
         "mma, mask": tall | dict(d=128, dtype="float16", mask=half_visible(1, 1, Tq, Tk)),
-        "mma, d = 256": tall | dict(Hq=2, d=256, dtype="bfloat16", causal=True, softcap=8.0),
+        "mma, d = 256": tall | dict(Hq=2, d=256, dtype="bfloat16", causal=True, bias=normal(2, 1, Tk)),
         "warpgroups, deterministic": tall | dict(d=64, dtype="bfloat16", causal=True, deterministic=True),
         "warpgroups, deterministic, d = 128": tall | dict(B=2, Hq=2, d=128, dtype="float16", deterministic=True,
                                                           kv_lengths=[Tk, 129]),
@@ -231,7 +235,8 @@ def halves():
             B=2, Hq=4, Hkv=2, Tq=300, Tk=630, d=128, dtype="bfloat16", deterministic=True),
         "warpgroups, by heads, deterministic": tall | dict(
             Hkv=1, d=128, dtype="bfloat16", causal=True, deterministic=True),
-        "mma, deterministic": tall | dict(d=128, dtype="bfloat16", causal=True, softcap=8.0, deterministic=True),
+        "mma, deterministic": tall | dict(
+            d=128, dtype="bfloat16", causal=True, bias=normal(4, 1, Tk), deterministic=True),
     }  # fmt: skip
     made = {name: make(**call) for name, call in calls.items()}
     again = make(B=1, Hq=2, Tq=200, Tk=Tk, d=64, dtype="bfloat16")

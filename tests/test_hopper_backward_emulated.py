@@ -61,6 +61,18 @@ CALLS = {
     "scale": dict(Tq=70, d=64, scale=1.5),
     "scores of thousands": dict(Tq=100, Tk=140, d=128, size=500.0, causal=True),
     "six axes": dict(lead=(2, 1, 2), Tq=50, d=64),
+    "softcap": dict(Tq=150, Tk=140, d=64, softcap=2.0),
+    "softcap, d = 128": dict(B=1, Tq=150, Tk=300, d=128, softcap=1.5, causal=True),
+    "softcap, d < dv": dict(B=1, Tq=130, Tk=70, d=40, dv=128, softcap=2.0, window=(60, 30)),
+    "alibi": dict(B=1, Hq=4, Hkv=2, Tq=300, Tk=280, d=64, alibi_slopes=np.array([0.5, 0.1, 0.02, -0.01])),
+    "alibi, d = 128": dict(
+        B=2, Hq=2, Tq=150, Tk=200, d=128, causal=True, alibi_slopes=np.array([[0.5, 0.01], [0.0, 1.0]])),
+    "softcap, alibi": dict(
+        B=3, Hq=2, Hkv=1, Tq=150, Tk=200, d=128, softcap=3.0, alibi_slopes=np.array([0.3, 0.05]), window=(90, 70),
+        q_lengths=[150, 20, 0], kv_lengths=[130, 200, 64]),
+    "softcap, alibi, offsets, d = 64": dict(
+        B=2, Hq=2, Tq=140, Tk=150, d=64, softcap=3.0, alibi_slopes=np.array([0.3, 0.05]), causal=True,
+        q_offset=np.array([-40, 70])),
 }  # fmt: skip
 PACKED = {
     "packed": dict(Tq=200, Tk=300, d=64, cu=([3, 80, 80, 199], [0, 130, 150, 290]), causal=True),
@@ -75,6 +87,9 @@ PACKED = {
         Hq=2, Hkv=1, Tq=420, Tk=560, d=128, cu=([130, 150, 200, 330, 330, 400], [260, 300, 300, 420, 540, 541])),
     "packed, behind padding, causal": dict(
         Tq=420, Tk=430, d=64, cu=([260, 262, 390, 390, 415], [140, 270, 271, 400, 420]), causal=True),
+    "packed, softcap, alibi": dict(
+        Hq=4, Hkv=2, Tq=210, Tk=190, d=128, cu=([0, 1, 130, 210], [0, 60, 188, 188]), causal=True, softcap=3.0,
+        alibi_slopes=np.array([0.3, 0.05, 0.0, 1.0])),
 }  # fmt: skip
 DTYPES = ("bfloat16", "float16")
 
@@ -427,7 +442,7 @@ def check_sections(monkeypatch, taken, Tk, d, nbytes):
 
 
 @pytest.mark.parametrize("options", [
-    dict(softcap=9.0), dict(dropout=0.1), dict(alibi_slopes=[0.1, 0.2]), dict(sram=1 << 17),
+    dict(dropout=0.1), dict(sram=1 << 17),
     dict(mask=rf.masks.PrefixLM(5)), dict(bias=np.zeros((20, 20), np.float32)), dict(scale=-0.5), dict(algorithm="fa1"),
     dict(d=20),
 ], ids=lambda options: next(iter(options)))  # fmt: skip

@@ -55,6 +55,14 @@ CALLS = {
     "scores of thousands": dict(Tq=100, Tk=140, d=256, size=500.0, causal=True),
     "small probabilities": dict(  # for float16, when they are not scaled; dV of them is no small number
         B=1, Tq=64, Tk=60, d=136, size_of_dout=1e4, sinks=lambda rng, dtype: np.array([15.0, 14.0], np.float32)),
+    "softcap": dict(B=1, Tq=150, Tk=130, d=256, softcap=2.0, causal=True),
+    "alibi": dict(B=1, Hq=4, Hkv=2, Tq=150, Tk=140, d=192, dv=128, alibi_slopes=np.array([0.5, 0.1, 0.02, -0.01])),
+    "softcap, alibi": dict(
+        B=3, Hq=2, Hkv=1, Tq=150, Tk=200, d=136, softcap=3.0, alibi_slopes=np.array([0.3, 0.05]), window=(90, 70),
+        q_lengths=[150, 20, 0], kv_lengths=[130, 200, 64]),
+    "softcap, alibi, offsets": dict(
+        B=2, Hq=2, Tq=140, Tk=150, d=256, softcap=3.0, alibi_slopes=np.array([[0.3, 0.05], [1.0, 0.0]]), causal=True,
+        q_offset=np.array([-40, 70])),
 }  # fmt: skip
 PACKED = {
     "packed": dict(Tq=200, Tk=300, d=256, cu=([3, 80, 80, 199], [0, 130, 150, 290]), causal=True),
@@ -63,6 +71,9 @@ PACKED = {
         Hq=4, Hkv=2, Tq=210, Tk=190, d=136, cu=([0, 1, 130, 210], [0, 60, 188, 188]), window=(50, 9), sinks=normal(4)),
     "packed, offsets": dict(
         Tq=90, Tk=120, d=200, dv=136, cu=([0, 50, 90], [0, 60, 110]), causal=True, q_offset=np.array([5, -9])),
+    "packed, softcap, alibi": dict(
+        Hq=4, Hkv=2, Tq=210, Tk=190, d=256, cu=([0, 1, 130, 210], [0, 60, 188, 188]), causal=True, softcap=3.0,
+        alibi_slopes=np.array([0.3, 0.05, 0.0, 1.0])),
 }  # fmt: skip
 
 
@@ -289,7 +300,7 @@ def test_a_warpgroup_is_late(name, place, device_by_name, taken, monkeypatch):
 
 
 @pytest.mark.parametrize("options", [
-    dict(softcap=9.0), dict(dropout=0.1), dict(alibi_slopes=[0.1, 0.2]), dict(sram=1 << 17),
+    dict(dropout=0.1), dict(sram=1 << 17),
     dict(mask=rf.masks.PrefixLM(5)), dict(bias=np.zeros((20, 20), np.float32)), dict(scale=-0.5), dict(d=132),
 ], ids=lambda options: next(iter(options)))  # fmt: skip
 def test_other_calls_go_another_way(options, device_by_name, taken):

@@ -75,9 +75,8 @@ def test_calls_of_16_bits_go_where_their_names_say(name, monkeypatch, plans):
     forward, backward, *_ = (program.file for program in device.programs)
     ours = name.startswith("warpgroups")
     assert forward == ("sm90" if ours else "mma") + "/fa2_forward.cu"
-    plain = ours and name != "warpgroups, softcap, alibi"
     wide = name.startswith("warpgroups, wide")
-    assert backward == ("sm90" if plain else "mma") + f"/fa2_backward{'_wide' if wide else ''}.cu"
+    assert backward == ("sm90" if ours else "mma") + f"/fa2_backward{'_wide' if wide else ''}.cu"
     text = device.programs[1].text
     assert ("constexpr int FUSED = 1;" in text) == name.startswith("warpgroups, rows of others")
 

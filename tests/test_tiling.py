@@ -981,13 +981,17 @@ def test_backward_passes_of_16_bits_on_sm_90(dtype):
     ):  # fmt: skip
         tiles = planned(**dict(d=256, Hkv=8, deterministic=True) | options)
         assert dict(tiles.constants)["LAST_FIRST"] == last_first
+    for options in (dict(softcap=3.0), dict(alibi=True), dict(d=256, softcap=3.0), dict(d=256, alibi=True)):
+        tiles = planned(**options, Tq=5000)
+        assert tiles.family == tiling.WGMMA and not dict(tiles.constants).get("FUSED")
+    assert (planned(softcap=3.0).br, planned(alibi=True).br) == (64, 128)  # as registers are few
     assert planned(varlen=True, sinks=True).family == planned(varlen=True, sinks=True, d=256).family == tiling.WGMMA
     for line in ("barriers", "P and dS in 16, sums in 32 bits", "products by warpgroups (wgmma)"):
         assert line in str(planned())
     others = [
-        dict(d=20), dict(dv=132), dict(d=264), dict(boxes=False), dict(Tq=0), dict(Tk=0), dict(softcap=3.0),
-        dict(d=136, softcap=3.0), dict(alibi=True), dict(dropout=0.1), dict(bias=(1, 1, 1, 9)),
-        dict(scale=-1.0), dict(sram=1 << 18), dict(algorithm="fa1"), dict(dtype="float32"), dict(arch="sm_100"),
+        dict(d=20), dict(dv=132), dict(d=264), dict(boxes=False), dict(Tq=0), dict(Tk=0),
+        dict(d=136, dropout=0.1), dict(dropout=0.1), dict(bias=(1, 1, 1, 9)), dict(scale=-1.0),
+        dict(sram=1 << 18), dict(algorithm="fa1"), dict(dtype="float32"), dict(arch="sm_100"),
         dict(arch="sm_80"), dict(backend="numba_cuda"),
     ]  # fmt: skip
     assert not any(planned(**other).family == tiling.WGMMA for other in others)

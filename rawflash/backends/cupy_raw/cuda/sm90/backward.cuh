@@ -6,6 +6,7 @@
 #include "tile.cuh"
 #include "padding.cuh"
 #include "hopper.cuh"
+#include "tanh.cuh"
 
 constexpr int WARP_LANES = 32, WARPS = WARPGROUP / WARP_LANES;  // of a warpgroup
 constexpr int TO_D = ceil_div(D, SLAB) * SLAB, TO_V = ceil_div(DV, SLAB) * SLAB;
@@ -59,6 +60,39 @@ extern "C" __global__ void __launch_bounds__(THREADS) rising_starts(const __grid
     }
 }
 #endif
+
+// ---- scores that are no multiples of products: softcap, ALiBi ----------------------------------------------------------------------
+
+constexpr bool PLAIN = !SOFTCAP && !ALIBI;
+
+// A score in powers of two from a product, and what a gradient of it is multiplied by.
+struct Score {
+    float twos, slope;
+};
+
+// `distance`: from a key to where a row lies on the key axis.
+struct Scores {
+    float unit, cap, per_key;
+
+    __device__ __forceinline__ explicit Scores(const Call& call)
+        : unit(SOFTCAP ? (float)(call.scale / call.softcap) : call.scale_log2), cap((float)call.softcap * LOG2E), per_key(0.0f)
+    {
+    }
+
+    // Rows are those of this head from now on
+    __device__ __forceinline__ void begin_head(const Call& call, int b, int h)
+    {
+        if constexpr (ALIBI)
+            per_key = LOG2E * widen<SLOPE_TYPE>(((const Storage<SLOPE_TYPE>::stored*)call.slopes)[b * call.slopes_b + h * call.slopes_h]);
+    }
+
+    __device__ __forceinline__ Score of(float product, float distance) const
+    {
+        const float x = product * unit, t = SOFTCAP ? branchless_tanh(x) : 0.0f;
+        const float twos = SOFTCAP ? t * cap : x;
+        return {ALIBI ? fmaf(-per_key, fabsf(distance), twos) : twos, 1.0f - t * t};
+    }
+};
 
 constexpr unsigned NOBODYS = (1u << 30) / BC;  // where no sequence has keys
 

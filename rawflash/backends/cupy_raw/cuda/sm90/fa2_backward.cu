@@ -26,7 +26,7 @@
 // threads, and what row_deltas does (side_gradients.cu), that of a warp of earlier ones. PAIRED: that warp writes records of lse and delta, and of the
 // first heads fa2_backward_rows does.
 //
-// Scores are plain ones: what hides keys is a band, and lengths. Rows and keys past the lengths are zeros on chip, so that products with
+// What hides keys is a band, and lengths. Rows and keys past the lengths are zeros on chip, so that products with
 // them are, too: of such a row, lse is +infinity, hence P = 0; such a key is hidden as a band hides others. Without a band, and in pairs, its zeros are
 // enough, with an exponent of -infinity in float16.
 // Both start from delta = rowsum(dO * O) - dlse (side_gradients.cu).
@@ -53,8 +53,8 @@ constexpr bool HAS_BOUNDS = TYPE == FLOAT16 && (!BAND || PAIRED), BY_SIGN = !HAS
 // Steps of SUM columns of dP = V dO^T whose factor V is in registers, not in shared memory, which is what bounds this kernel: as many as there is
 // room for. LIMITS_ON_CHIP: what hides keys of a lane is in shared memory, as few blocks of rows need it; where no product reads that slab of V any
 // more, there.
-constexpr int V_HELD = APART ? !BAND && BY_SIGN ? 2 : STORES || FUSED && FIRST_STORES ? 1 : 3 : BR == 128 ? TO_V / SUM : 4;
-constexpr bool LIMITS_ON_CHIP = BAND && !PAIRED && (BR == 64 || APART);
+constexpr int V_HELD = SOFTCAP ? 0 : APART ? !BAND && BY_SIGN ? 2 : STORES || FUSED && FIRST_STORES ? 1 : 3 : BR == 128 ? TO_V / SUM : 4;
+constexpr bool LIMITS_ON_CHIP = BAND && !PAIRED && (BR == 64 || APART) && !SOFTCAP;
 constexpr bool ROWS_FIRST = BR == 64;  // lse is read before S is there, delta before the first of it is needed: faster there, slower elsewhere
 // dP begins with -delta instead of 0: APART, where warpgroups do not wait for each other, so that its rows are read before products begin, not behind
 // them; PAIRED it is a product of 16 more (begin_with_minus), whose rows copies bring, so that nobody reads them.
@@ -609,6 +609,7 @@ __device__ __forceinline__ void compute_all(const Call& call, const Work& work, 
         const LowerHalf dS_rows = moved(chip, AT_DS + (BY_KEYS ? mine * BR * SLAB_ROW : 0));
         const LowerHalf delta_across = moved(chip, AT_DELTA), dS_across = moved(keys_across, AT_DS + (BY_ROWS ? mine * BC * SLAB_ROW : 0));
 
+        Scores scores(call);
         Ring<STAGES> at;
         int nth = 0, i0 = first_rows(work), steps = work.steps, taken = 0;
         const auto next_step = [&]() {
@@ -632,7 +633,7 @@ __device__ __forceinline__ void compute_all(const Call& call, const Work& work, 
             all_meet();
         }
 
-        unsigned V_mine[V_HELD][4];
+        unsigned V_mine[V_HELD > 0 ? V_HELD : 1][4];
 #pragma unroll
         for (int n = 0; n < V_HELD; n++)
             load_factor<BC>(V_mine[n], on_chip + (PAIRED ? AT_DS : AT_V), first_key, n);
@@ -711,6 +712,7 @@ __device__ __forceinline__ void compute_all(const Call& call, const Work& work, 
                 return;
             }
 
+            scores.begin_head(call, work.b, work.first_head + nth);
             float dP[PART / 2];
             const auto set_dP = [&](int r) __attribute__((always_inline)) {
                 const float2* const minus_delta = (const float2*)(on_chip + AT_DELTA) + stage * (BR / 2) + r * (PART / 2) + lane % 4;
@@ -800,21 +802,18 @@ __device__ __forceinline__ void compute_all(const Call& call, const Work& work, 
                         return n % 2 ? from[n / 4 * 4].y : from[n / 4 * 4].x;
                 };
                 // Column 8 (n / 4) + n % 2 after the lane's first is the row, counted from i0; PAIRED: from the first of this step
+                const auto hidden = [&](int n, const uint4 limit) __attribute__((always_inline)) -> bool {
+                    if constexpr (PAIRED)
+                        return 8 * (n / 4) + n % 2 - 8 * (n / 2 % 2) < (int)limit.x;
+                    const int row = r * PART + 8 * (n / 4) + n % 2;
+                    const unsigned before = i0 - (n / 2 % 2 ? limit.y : limit.x);  // rows from the first that sees the key to the lane's first
+                    return LOWER ? before + row >= (n / 2 % 2 ? limit.w : limit.z) : (int)before < -row;
+                };
                 const auto hide = [&](float (&x)[PART / 2], const uint4 limit) {
-                    if constexpr (PAIRED) {
 #pragma unroll
-                        for (int n = 0; n < PART / 2; n++)
-                            if (8 * (n / 4) + n % 2 - 8 * (n / 2 % 2) < (int)limit.x)
-                                x[n] = 0.0f;
-                        return;
-                    }
-#pragma unroll
-                    for (int n = 0; n < PART / 2; n++) {
-                        const int row = r * PART + 8 * (n / 4) + n % 2;
-                        const unsigned before = i0 - (n / 2 % 2 ? limit.y : limit.x);  // rows from the first that sees the key to the lane's first
-                        if (LOWER ? before + row >= (n / 2 % 2 ? limit.w : limit.z) : (int)before < -row)
+                    for (int n = 0; n < PART / 2; n++)
+                        if (hidden(n, limit))
                             x[n] = 0.0f;
-                    }
                 };
                 // P = exp(S - lse), at most 1 whatever was rounded, NaN stays NaN. dS = P (dP - delta). Without a branch between them, most
                 // exponentials are taken as dS is computed. S - lse is above 0 by what was rounded alone: then -|S - lse| is as near, and the sign
@@ -829,16 +828,35 @@ __device__ __forceinline__ void compute_all(const Call& call, const Work& work, 
                     limit.x = first_seen + first_key + 16 * warp + lane / 4 - i0 - (rank_in_cluster() != given) * BR - 2 * (lane % 4);
                 else if (hides)
                     limit = LIMITS_ON_CHIP ? *limits : make_uint4(first[0], first[1], count[0], count[1]);
+                if constexpr (PLAIN) {
 #pragma unroll
-                for (int n = 0; n < PART / 2; n++) {
-                    const float power = fmaf(S[r * (PART / 2) + n], unit[0], -of_row(rows_lse, lse, n));
-                    x[n] = exp2_approximately(BY_SIGN ? -fabsf(power) : least_or_nan(power, HAS_BOUNDS ? most[n / 2 % 2] : 0.0f));
+                    for (int n = 0; n < PART / 2; n++) {
+                        const float power = fmaf(S[r * (PART / 2) + n], unit[0], -of_row(rows_lse, lse, n));
+                        x[n] = exp2_approximately(BY_SIGN ? -fabsf(power) : least_or_nan(power, HAS_BOUNDS ? most[n / 2 % 2] : 0.0f));
+                    }
+                    if (hides)
+                        hide(x, limit);
+#pragma unroll
+                    for (int n = 0; n < PART / SUM; n++)
+                        to_factor(P[r * (PART / SUM) + n], x, n);
+                } else {  // two numbers after two, so that few factors of dS are kept
+                    const float distance = ALIBI ? (float)(i0 + r * PART + 2 * (lane % 4) + work.offset - work.j0 - first_key - 16 * warp - lane / 4) : 0.0f;
+#pragma unroll
+                    for (int n = 0; n < PART / 2; n += 2) {
+                        float slopes[2];
+#pragma unroll
+                        for (int e = n; e < n + 2; e++) {
+                            const Score score = scores.of(S[r * (PART / 2) + e], distance + (8 * (e / 4) + e % 2 - 8 * (e / 2 % 2)));
+                            x[e] = exp2_approximately(least_or_nan(score.twos - of_row(rows_lse, lse, e), HAS_BOUNDS ? most[e / 2 % 2] : 0.0f));
+                            if (hides && hidden(e, limit))
+                                x[e] = 0.0f;
+                            slopes[e - n] = score.slope;
+                        }
+                        P[r * (PART / SUM) + n / 8][n % 8 / 2] = pair(x[n], x[n + 1]);
+                        if constexpr (SOFTCAP)
+                            x[n] *= slopes[0], x[n + 1] *= slopes[1];
+                    }
                 }
-                if (hides)
-                    hide(x, limit);
-#pragma unroll
-                for (int n = 0; n < PART / SUM; n++)
-                    to_factor(P[r * (PART / SUM) + n], x, n);
                 // Where dS is to be, nobody reads any more: the engine dQ of this warpgroup, products of the other one dS, of the rows before
                 if constexpr (PAIRED)
                     await(barriers + DQ_READ + !given, at.parity ^ 1);

@@ -17,7 +17,7 @@
 //
 // fa2_backward_finish: dQ = scale * those sums, row by row.
 //
-// Scores are plain ones: what hides keys is a band, and lengths. Rows and keys past the lengths are zeros on chip, so that products with
+// What hides keys is a band, and lengths. Rows and keys past the lengths are zeros on chip, so that products with
 // them are, too: of such a row, lse is +infinity, hence P = 0; such a key is hidden as the band hides others.
 // Both start from delta = rowsum(dO * O) - dlse (side_gradients.cu).
 //
@@ -171,13 +171,18 @@ struct Seen {
     }
 
     // Column 8 (n / 4) + n % 2 after the lane's first is the row, counted from i0
+    __device__ __forceinline__ bool is_hidden(int n, int i0) const
+    {
+        return (unsigned)(i0 - first[n / 2 % 2] + 8 * (n / 4) + n % 2) >= (unsigned)count[n / 2 % 2];
+    }
+
     __device__ __forceinline__ void hide(float (&x)[BR / 2], int i0) const
     {
         if (i0 >= plain_from && i0 + BR <= plain_to)
             return;
 #pragma unroll
         for (int n = 0; n < BR / 2; n++)
-            if ((unsigned)(i0 - first[n / 2 % 2] + 8 * (n / 4) + n % 2) >= (unsigned)count[n / 2 % 2])
+            if (is_hidden(n, i0))
                 x[n] = 0.0f;
     }
 };
@@ -256,12 +261,13 @@ __device__ __forceinline__ void store_keys(
 
 __device__ __forceinline__ void compute_scores(const Call& call, const Work& work, unsigned char* on_chip, Barrier* barriers)
 {
-    const int lane = threadIdx.x % WARP_LANES, y = threadIdx.x % WARPGROUP;
+    const int lane = threadIdx.x % WARP_LANES, y = threadIdx.x % WARPGROUP, warp = y / WARP_LANES;
     Sums<TO_V> dV;
     dV.clear();
 
     if (work.steps > 0) {
         const float scale = call.scale_log2;
+        Scores scores(call);
         const Seen seen(call, work);
         const LowerHalf K = lower_half(on_chip + AT_K), Q = lower_half(on_chip + AT_Q), dO_across = lower_half(on_chip + AT_DO, BR * SLAB_ROW);
         Ring<STAGES> at;
@@ -280,6 +286,8 @@ __device__ __forceinline__ void compute_scores(const Call& call, const Work& wor
 
             // S^T = K Q^T
             float S[BR / 2];
+            scores.begin_head(call, work.b, rows.h);
+            const float distance = ALIBI ? (float)(i0 + 2 * (lane % 4) + work.offset - work.j0 - 16 * warp - lane / 4) : 0.0f;
             await(barriers + Q_THERE + stage, at.parity);
             if (rows_end(call, work, i0)) {
                 await(barriers + O_THERE + stage, at.parity);
@@ -301,25 +309,44 @@ __device__ __forceinline__ void compute_scores(const Call& call, const Work& wor
 
             // P = exp(S - lse), at most 1 whatever was rounded; NaN stays NaN
             const float2* const lse = (const float2*)(on_chip + AT_LSE) + stage * (BR / 2) + lane % 4;
-            float x[BR / 2];
-#pragma unroll
-            for (int n = 0; n < BR / 2; n++) {
+            const auto probability = [&](int n, float score) __attribute__((always_inline)) {
                 const float minus = n % 2 ? -lse[n / 4 * 4].y : -lse[n / 4 * 4].x;
-                x[n] = exp2_approximately(least_or_nan(fmaf(S[n], scale, minus), (float)P_POWER));
-            }
-            seen.hide(x, i0);
-            unsigned P[BR / SUM][4];
-#pragma unroll
-            for (int n = 0; n < BR / SUM; n++)
-                to_factor(P[n], x, n);
-
-            // The other warpgroup has the same numbers of P in the same threads
-            if (P_WAITS && work.steps - steps >= P_TILES)
-                await(barriers + P_READ + part, ((work.steps - steps) / P_TILES & 1) ^ 1);
+                return exp2_approximately(least_or_nan(PLAIN ? fmaf(score, scale, minus) : score + minus, (float)P_POWER));
+            };
+            // The other warpgroup has the same numbers in the same threads
             float4* const tile = (float4*)(on_chip + AT_P + part * P_BYTES) + y;
+            const auto await_place = [&]() __attribute__((always_inline)) {
+                if (P_WAITS && work.steps - steps >= P_TILES)
+                    await(barriers + P_READ + part, ((work.steps - steps) / P_TILES & 1) ^ 1);
+            };
+            unsigned P[BR / SUM][4];
+            if constexpr (PLAIN) {
+                float x[BR / 2];
 #pragma unroll
-            for (int n = 0; n < BR / 8; n++)
-                tile[n * WARPGROUP] = make_float4(x[4 * n], x[4 * n + 1], x[4 * n + 2], x[4 * n + 3]);
+                for (int n = 0; n < BR / 2; n++)
+                    x[n] = probability(n, S[n]);
+                seen.hide(x, i0);
+#pragma unroll
+                for (int n = 0; n < BR / SUM; n++)
+                    to_factor(P[n], x, n);
+                await_place();
+#pragma unroll
+                for (int n = 0; n < BR / 8; n++)
+                    tile[n * WARPGROUP] = make_float4(x[4 * n], x[4 * n + 1], x[4 * n + 2], x[4 * n + 3]);
+            } else {  // four numbers after four, as registers are few; that of dS has a factor more
+                await_place();
+#pragma unroll
+                for (int n = 0; n < BR / 2; n += 4) {
+                    float x[4], slopes[4];
+#pragma unroll
+                    for (int e = 0; e < 4; e++) {
+                        const Score score = scores.of(S[n + e], distance + (8 * (n / 4) + e % 2 - 8 * (e / 2)));
+                        x[e] = seen.is_hidden(n + e, i0) ? 0.0f : probability(n + e, score.twos), slopes[e] = score.slope;
+                    }
+                    P[n / 8][n % 8 / 2] = pair(x[0], x[1]), P[n / 8][n % 8 / 2 + 1] = pair(x[2], x[3]);
+                    tile[n / 4 * WARPGROUP] = make_float4(x[0] * slopes[0], x[1] * slopes[1], x[2] * slopes[2], x[3] * slopes[3]);
+                }
+            }
             arrive_as_warp(barriers + P_THERE + part, lane);
 
             // dV += P^T dO

@@ -30,6 +30,7 @@
 #include "softmax.cuh"
 #include "padding.cuh"
 #include "sm90/hopper.cuh"
+#include "sm90/tanh.cuh"
 
 constexpr int ROWS = 64;  // of a warpgroup
 constexpr int CONSUMERS = BR / ROWS, WARP_SIZE = 32, WARPS = 4 * CONSUMERS;
@@ -55,9 +56,6 @@ constexpr unsigned NONE = ~0u;
 constexpr int FOR_ANOTHER = -1;                      // the block of threads that has the last keys of the piece
 constexpr int SUMS = WIDTH / 8;                      // vectors of O of a thread; one more has its l and m
 constexpr float LN2 = 0.6931471805599453f;
-// tanh(x) = x + TANH_3 x^3 + ... + TANH_9 x^9 up to TANH_NEAR, to 2e-7 of it
-constexpr float TANH_NEAR = 0.6f, TANH_3 = -0.333326221f, TANH_5 = 0.133135423f, TANH_7 = -0.0522322804f, TANH_9 = 0.0156423785f;
-
 // Blocks of keys of a piece, as they are gone through: 0 is that of the last keys.
 struct Share { int from, to; };
 
@@ -369,18 +367,6 @@ __device__ __forceinline__ unsigned word_of(float x, float y)
         return bfloat16_pair(x, y);
     else
         return float16_pair(x, y);
-}
-
-// Without a branch: near 0 by a polynomial, else by the exponential function.
-__device__ __forceinline__ float branchless_tanh(float y)
-{
-    const float size = fabsf(y), square = y * y;
-    const float far = 1.0f - 2.0f * reciprocal_approximately(1.0f + exp2_approximately(2.0f * LOG2E * size));
-    float near = fmaf(square, TANH_9, TANH_7);
-    near = fmaf(square, near, TANH_5);
-    near = fmaf(square, near, TANH_3);
-    near = fmaf(size * square, near, size);
-    return copysignf(size < TANH_NEAR ? near : far, y);
 }
 
 // How the exponentials of a step are taken. m is FIXED; or LAGGING: it moves when the sum of a thread's P says that one of these is large, by powers of
