@@ -511,6 +511,7 @@ def wgmma_takes_backward(problem: Problem, chip: Chip, direction: str) -> bool:
         and 0 < min(problem.Tq, problem.Tk) <= max(problem.Tq, problem.Tk) < MMA_LONGEST
         and MMA_SCALES[0] < problem.scale < MMA_SCALES[1]
         and MMA_SCALES[0] < problem.scale / (problem.softcap or 1.0) < MMA_SCALES[1]
+        and (problem.softcap or 1.0) < MMA_SCALES[1]
         and all(option is None for option in options)
         and not (problem.page or problem.dropout)
     )
@@ -566,10 +567,11 @@ def _wgmma_keys(problem: Problem, chip: Chip, d: int, dv: int, lag: int) -> Tile
             divided = Divided()
     elif not fused:
         divided = _divided_by_heads(problem, chip.processors or WGMMA_PROCESSORS, br, bc)
-    together = not fused and (divided.threads > 0 or _together(problem))
+    down = not fused and rows_down(problem)
+    together = not fused and (divided.threads > 0 or _together(problem) or down)
     stores = _stores(problem) and not (paired or together)
     first_stores = problem.deterministic and (not fused or paired or apart and band)  # else no registers for it
-    last_first = stores or problem.deterministic and _has_upper_end(problem)
+    last_first = stores or problem.deterministic and _has_upper_end(problem) and not down
     turns_apart = problem.deterministic and band and not (fused or apart)
     resident = (
         *((Tile("delta", 8, WGMMA_SLAB, 2),) if paired else ()),  # in three parts of 16 bits: rows of a slab
@@ -635,7 +637,7 @@ def _divided_by_heads(problem: Problem, processors: int, br: int, bc: int) -> Di
             turns = -(-blocks * parts // (processors << uneven)) << uneven
         return max(turns * (average / parts + more), most + more)
 
-    # In a fixed order the last keys begin with rows of their own, for which nobody waits: these are not divided
+    # In a fixed order each of the last keys begins with rows of its own, for which nobody waits: so rows are not divided
     rows = 1 if problem.deterministic and _has_upper_end(problem) else longest
     most = max(min(WGMMA_HEADS_MOST, group * rows) if blocks < 2 * processors else 1, 1)
     parts = min((n for n in range(1, most + 1) if n < group or n % group == 0), key=steps)
@@ -648,6 +650,14 @@ def _together(problem: Problem, paired: int = 0) -> bool:
     band = problem.has_band
     long = max(problem.Tq, problem.Tk) > WGMMA_TOGETHER_ROWS
     return band and long and problem.group >= WGMMA_TOGETHER[paired or problem.varlen]
+
+
+def rows_down(problem: Problem) -> bool:
+    """In a fixed order, do blocks of keys of query heads that share them come with the first keys first, from the last
+    rows down, the same ones of all heads? Begun with the last keys, those with fewer rows would come to the next head
+    sooner than those before them, and wait there."""
+    long = max(problem.Tq, problem.Tk) > WGMMA_TOGETHER_ROWS
+    return problem.deterministic and problem.group > 1 and _has_upper_end(problem) and (long or is_wide(problem))
 
 
 def _has_upper_end(problem: Problem) -> bool:
@@ -728,7 +738,7 @@ def _wgmma_wide(problem: Problem, chip: Chip, d: int, dv: int, stages: int, hand
         Tile("dV", bc, dv, 4, REGISTERS),
     )
     constants = {"STAGES": stages, "P_TILES": handed, "DQ_COLUMNS": WGMMA_WIDE_DQ, "FIRST_STORES": int(in_order),
-                 "LAST_FIRST": int(in_order and _has_upper_end(problem) and problem.group == 1)}  # fmt: skip
+                 "LAST_FIRST": int(in_order and _has_upper_end(problem) and not rows_down(problem))}  # fmt: skip
     tiles = Tiles(
         br, bc, resident, chip.name, chip.on_chip_bytes, JI, family=WGMMA, constants=tuple(constants.items())
     )  # fmt: skip

@@ -182,10 +182,12 @@ def texts(narrowed=()):
         ):
             stack.enter_context(patch)
         files = sorted(path for path in TESTS.glob("test_*.py") if "mark.gpu" in path.read_text(encoding="utf-8"))
-        stack.enter_context(redirect_stdout(StringIO()))  # who failed
-        pytest.main(["-q", "-m", "gpu", "--tb=no", "-p", "no:cacheprovider",
+        said = stack.enter_context(redirect_stdout(StringIO()))  # who failed
+        ended = pytest.main(["-q", "-m", "gpu", "--tb=no", "-p", "no:cacheprovider",
                      "-W", "ignore::pytest.PytestAssertRewriteWarning",
                      f"--deselect=tests/test_gpu.py::{LARGE}", *narrowed, *map(str, files)])  # fmt: skip
+        if ended not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
+            raise RuntimeError(f"the tests could not be run: {said.getvalue()[-2000:]}")
         if not narrowed:
             stack.enter_context(mock.patch.dict(os.environ, RAWFLASH_BOUNDED="1"))
             stack.enter_context(mock.patch.multiple(

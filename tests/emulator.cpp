@@ -45,7 +45,7 @@ static unsigned char chip_there[MOST_SHARED + WATCHED];
 
 namespace emulated {
 char message[2000];
-bool in_order;
+bool in_order, in_turn;
 void (*body)(void*);
 void* argument;
 static bool in_thread;

@@ -66,6 +66,7 @@ extern __attribute__((aligned(1024))) unsigned char on_chip[MOST_SHARED + WATCHE
 namespace emulated {
 extern char message[2000];  // the first error that has words
 extern bool in_order;       // blocks of threads, backwards too: they wait for others that have smaller numbers
+extern bool in_turn;        // what is added to device memory by copies: a turn is passed on when it is there
 extern void (*body)(void*);
 extern void* argument;
 

@@ -119,6 +119,9 @@ extern "C" int emulate(
     emulated::argument = &aligned, kernel_of_launch = kernel;
     emulated::bfloat16 = TYPE == BFLOAT16;
     emulated::in_order = %d;
+#if DETERMINISTIC
+    emulated::in_turn = true;
+#endif
     for (const auto& x : KERNELS) {
         if (x.kernel != kernel)
             continue;

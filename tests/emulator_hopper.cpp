@@ -716,8 +716,11 @@ static void end_thread()
     for (StoreGroup& group : my.store_groups) {
         if (!group.read)
             STOP("ends before its stores have read shared memory: await_stores_read() or await_stores() is missing");
-        for (Store& x : group.stores)
+        for (Store& x : group.stores) {
+            if (in_turn && !x.is_box)
+                STOP("ends before what it added is in device memory, and turns were passed on: await_stores<0>() is missing");
             late.push_back(std::move(x));
+        }
     }
     my.store_groups.clear();
 }

@@ -32,3 +32,10 @@ def test_a_call_of_a_test_finds_its_kernels(tmp_path, monkeypatch):
     assert device.programs
     for program in device.programs:
         assert (tmp_path / f"{compiler._key(program.text, program.arch, ())}.cubin").exists()
+
+
+def test_tests_that_cannot_be_run_are_told_of(tmp_path):
+    command = [sys.executable, HERE / "beforehand.py", tmp_path, "-k", "no test has this name"]
+    environment = os.environ | {"PYTHONPATH": str(HERE.parent)}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=250, env=environment)
+    assert done.returncode and "the tests could not be run" in done.stderr and not any(tmp_path.iterdir())

@@ -181,6 +181,16 @@ WHOLE_ROWS = {
     "one key head": dict(B=2, Hq=8, Hkv=1, Tq=130, Tk=200, d=64),
     "many heads": dict(B=8, Hq=24, Hkv=8, Tq=140, Tk=150, d=64, causal=True),
     "softcap, alibi": dict(Tq=300, Tk=400, d=128, causal=True, softcap=8.0, alibi_slopes=np.array([0.5, 0.01])),
+    "softcap, window, d = 64": dict(B=2, Hq=4, Hkv=2, Tq=333, Tk=400, d=64, window=(100, 20), softcap=5.0),
+    "softcap, d = 256": dict(Tq=300, Tk=333, d=256, causal=True, softcap=5.0),
+    "alibi, window": dict(
+        B=2, Hq=4, Hkv=2, Tq=300, Tk=400, d=128, window=(150, 9), alibi_slopes=np.array([0.3, 0.1, 0.03, 0], np.float16)),
+    "alibi, lengths, d = 64": dict(B=3, Tq=300, Tk=500, d=64, q_lengths=[300, 0, 40], kv_lengths=[65, 500, 7],
+                                   alibi_slopes=np.array([[0.5, 0.01], [-0.1, 0.2], [-3.0, 0.0]])),
+    "alibi, d = 256": dict(Tq=200, Tk=333, d=256, alibi_slopes=np.array([0.3, 0.02])),
+    "packed, softcap, alibi": dict(
+        Hq=4, Hkv=2, Tq=420, Tk=560, d=64, causal=True, softcap=8.0, alibi_slopes=np.array([0.5, 0.1, 0.02, 0.0]),
+        cu=([2, 150, 150, 167, 400], [1, 130, 140, 140, 500])),
     "scores of thousands": dict(Tq=300, Tk=600, d=128, size=500.0, causal=True),
     "scores of thousands, d = 64": dict(Tq=300, Tk=600, d=64, size=500.0),
     "few columns": dict(Tq=200, Tk=300, d=8, dv=200),
@@ -207,8 +217,9 @@ def test_rows_of_whole_chunks(name, dtype, large, monkeypatch):
     check(case, case.reference(), small_on_device=dtype == "float16")
     if not cu:
         gpu = on_gpu(case)
-        tiles = rf.explain(gpu.q, gpu.k, gpu.v, **gpu.options).tiles
-        assert (tiles.family == "wgmma") == (tiles.chip == "sm_90")
+        for direction in ("forward", "backward"):
+            tiles = rf.explain(gpu.q, gpu.k, gpu.v, direction, **gpu.options).tiles
+            assert (tiles.family == "wgmma") == (tiles.chip == "sm_90")
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
@@ -285,13 +296,18 @@ IN_ORDER = {
     "no mask, d = 64": dict(Hq=30, Tq=700, Tk=600, d=64),
     "causal, all at once": dict(Hq=20, Tq=700, d=128, causal=True),
     "causal": dict(Hq=40, Tq=700, Tk=900, d=128, causal=True),
-    "causal, d = 64": dict(B=2, Hq=40, Hkv=20, Tq=1000, d=64, causal=True),
+    "groups": dict(B=2, Hq=40, Hkv=10, Tq=700, Tk=900, d=128, causal=True),
+    "groups, d = 64": dict(B=2, Hq=40, Hkv=20, Tq=1000, d=64, causal=True),
+    "groups, softcap": dict(B=2, Hq=40, Hkv=20, Tq=700, d=64, causal=True, softcap=8.0),
     "causal, d < dv": dict(Hq=40, Tq=640, d=64, dv=128, causal=True),
     "more rows than keys": dict(Hq=50, Tq=700, Tk=400, d=96, causal=True),
     "offsets": dict(B=3, Hq=20, Tq=500, Tk=600, d=128, causal=True, q_offset=np.array([-170, 3, 900])),
     "lengths": dict(B=3, Hq=20, Tq=500, d=64, causal=True, q_lengths=[500, 0, 40], kv_lengths=[65, 500, 7]),
     "window": dict(Hq=40, Tq=700, d=128, window=(200, 0)),
     "window, d = 64": dict(Hq=40, Tq=900, d=64, window=(300, 100)),
+    "softcap": dict(Hq=40, Tq=700, d=128, causal=True, softcap=8.0),
+    "softcap, no mask, d = 64": dict(Hq=30, Tq=700, Tk=600, d=64, softcap=8.0),
+    "softcap, d = 256": dict(Hq=20, Tq=700, d=256, causal=True, softcap=8.0),
     "no mask, d = 256": dict(Hq=20, Tq=500, Tk=640, d=256),
     "causal, d = 256": dict(B=2, Hq=20, Tq=700, d=256, causal=True),
     "groups, d = 192, dv = 128": dict(B=2, Hq=20, Hkv=5, Tq=500, Tk=700, d=192, dv=128, causal=True),
@@ -304,14 +320,16 @@ IN_ORDER = {
 @pytest.mark.parametrize("name", IN_ORDER)
 def test_blocks_of_keys_in_a_fixed_order(name, dtype, monkeypatch):
     """Backward on sm_90, deterministic, short: the first one to add stores; causal, the shortest and the longest blocks
-    of keys come first, if there are more than run at once."""
+    of keys come first, if there are more than run at once. Of grouped heads the same rows come together, downwards."""
     as_large_ones(monkeypatch)
     case, reference = make_many(dtype=dtype, **dict(deterministic=True) | IN_ORDER[name])
     gpu = on_gpu(case)
     tiles = rf.explain(gpu.q, gpu.k, gpu.v, "backward", **gpu.options).tiles
     constants = dict(tiles.constants)
     if tiles.chip == "sm_90":
-        assert tiles.family == "wgmma" and not (constants.get("FUSED") or constants.get("TOGETHER"))
+        assert tiles.family == "wgmma" and not constants.get("FUSED")
+        if "TOGETHER" in constants:
+            assert constants["TOGETHER"] == name.startswith("groups") == (gpu.q.shape[1] > gpu.k.shape[1])
     check_backward_again_and_again(case, reference)
 
 

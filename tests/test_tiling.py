@@ -981,6 +981,12 @@ def test_backward_passes_of_16_bits_on_sm_90(dtype):
     ):  # fmt: skip
         tiles = planned(**dict(d=256, Hkv=8, deterministic=True) | options)
         assert dict(tiles.constants)["LAST_FIRST"] == last_first
+    for options, together, last_first in (
+        (dict(), 1, 0), (dict(d=64), 1, 0), (dict(varlen=True), 1, 0), (dict(softcap=3.0), 1, 0), (dict(Hkv=8), 0, 1),
+        (dict(Tk=512), 0, 1), (dict(causal=False), 0, 0), (dict(causal=False, window=(50, 0)), 1, 0),
+    ):  # fmt: skip
+        tiles = planned(**dict(d=96, causal=True, deterministic=True, B=20) | options)
+        assert [dict(tiles.constants)[name] for name in ("TOGETHER", "LAST_FIRST")] == [together, last_first]
     for options in (dict(softcap=3.0), dict(alibi=True), dict(d=256, softcap=3.0), dict(d=256, alibi=True)):
         tiles = planned(**options, Tq=5000)
         assert tiles.family == tiling.WGMMA and not dict(tiles.constants).get("FUSED")
@@ -991,7 +997,7 @@ def test_backward_passes_of_16_bits_on_sm_90(dtype):
     others = [
         dict(d=20), dict(dv=132), dict(d=264), dict(boxes=False), dict(Tq=0), dict(Tk=0),
         dict(d=136, dropout=0.1), dict(dropout=0.1), dict(bias=(1, 1, 1, 9)), dict(scale=-1.0),
-        dict(sram=1 << 18), dict(algorithm="fa1"), dict(dtype="float32"), dict(arch="sm_100"),
+        dict(softcap=1e-31), dict(softcap=3e38, scale=3e9), dict(sram=1 << 18), dict(algorithm="fa1"), dict(dtype="float32"), dict(arch="sm_100"),
         dict(arch="sm_80"), dict(backend="numba_cuda"),
     ]  # fmt: skip
     assert not any(planned(**other).family == tiling.WGMMA for other in others)

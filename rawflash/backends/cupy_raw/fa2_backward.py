@@ -13,7 +13,7 @@ from rawflash.backends.cupy_raw.tensor_map import Box
 from rawflash.problem import Operands, Problem
 from rawflash.tiling import (
     MMA, SECTION_WAVES, SPLIT_INPUTS, WGMMA, WGMMA_PROCESSORS, WGMMA_SLAB, Divided, Tiles, heads_of_section, is_wide,
-    rows_that_see,
+    rows_down, rows_that_see,
 )  # fmt: skip
 
 FILE, FILE_MMA = "fa2_backward.cu", "mma/fa2_backward.cu"
@@ -31,6 +31,7 @@ BLOCK_ROWS = 128  # with as many a block of threads would be busy for as long as
 COUNTERS = 64  # a multiple of so many lies before dQ's sums
 RECORD_NUMBERS = 160  # of float32 in a record of lse and delta of a block of rows
 FINISHED_ROWS = 64  # of dQ, which a warp writes at once
+HEADS_DOWN = (64, 8)  # query heads in turn, where rows go down in a fixed order; of more columns
 DETERMINISTIC_MORE = 4  # times as many heads in a fixed order that is not the last keys first
 PATCH_ROWS, PATCH_COLUMNS, WARP = 16, 8, 32  # of dQ in mma/split_backward.cu, each added by a warp
 
@@ -169,9 +170,9 @@ def _section(problem: Problem, tiles: Tiles, key_blocks: int) -> int:
     threads for each, or with many keys, more or fewer heads, if fewer multiprocessors are idle in the end.
 
     Deterministic, blocks of keys of one head wait for each other: so heads are taken in turn without a band, too, and
-    more of them where a band has a lower end, whose blocks of keys all begin with the same rows. Those of packed
-    sequences without a band wait least if all heads are taken in turn. Of batches of many columns as many are as L2
-    can hold, or all if they are few and there is a band.
+    more of them where a band has a lower end. Those of packed sequences without a band wait least if all heads are
+    taken in turn; where rows go down, if as many are as keep every multiprocessor busy. Of batches of many columns as
+    many are as L2 can hold, or all if they are few and there is a band.
     """
     band = problem.has_band
     if not (band or problem.deterministic):
@@ -180,6 +181,8 @@ def _section(problem: Problem, tiles: Tiles, key_blocks: int) -> int:
     last_first, heads = bool(constants.get("LAST_FIRST")), in_turn(problem, problem.Hkv)
     if problem.varlen and not band:
         return max(heads, 1)
+    if rows_down(problem) and not tiles.lag:
+        return max(min(HEADS_DOWN[is_wide(problem)] // problem.group, heads), 1)
     together = 1 + constants.get("PAIRED", 0)
     parts = 1 if tiles.lag else tiles.divided.parts  # all blocks of keys have as many blocks of threads
     rows = problem.Tk + problem.group * problem.Tq

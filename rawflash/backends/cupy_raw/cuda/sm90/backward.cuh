@@ -178,9 +178,9 @@ __device__ __forceinline__ Work work_of(const Call& call)
     return work;
 }
 
-// The first row of each step: up the blocks of rows of one head after the other. DETERMINISTIC: blocks of keys take turns at dQ. Those whose band has
-// no lower end begin with the last keys (LAST_FIRST), each at rows of its own, which nobody else has first. Others go down: the last rows are those
-// that all see, so they begin one right behind the other. Without a mask either way is as good.
+// The first row of each step: up the blocks of rows of one head after the other. DETERMINISTIC: blocks of keys take turns at dQ. LAST_FIRST: each begins
+// at rows of its own, which nobody else has first. Under other bands they go down: under a causal one the last rows are those that all see, so they
+// begin one right behind the other. Without a mask either way is as good.
 // TOGETHER, under a mask: heads would come at as many paces as blocks of keys have rows, and what they read and add to would not be in L2. Blocks of
 // threads that begin together go down, from the last rows, which all have. Those that begin as these end, the longest of them where the shortest of
 // these was, go up: all are then at the same row again.

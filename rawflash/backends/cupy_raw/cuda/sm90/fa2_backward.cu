@@ -28,7 +28,7 @@
 //
 // What hides keys is a band, and lengths. Rows and keys past the lengths are zeros on chip, so that products with
 // them are, too: of such a row, lse is +infinity, hence P = 0; such a key is hidden as a band hides others. Without a band, and in pairs, its zeros are
-// enough, with an exponent of -infinity in float16.
+// enough, with an exponent of -infinity in float16: its P, which is 1 at most (ALiBi alone is its score), meets zeros of dP and of K.
 // Both start from delta = rowsum(dO * O) - dlse (side_gradients.cu).
 
 // Fewest copies of upper halves between products: none or nearly none
@@ -53,8 +53,9 @@ constexpr bool HAS_BOUNDS = TYPE == FLOAT16 && (!BAND || PAIRED), BY_SIGN = !HAS
 // Steps of SUM columns of dP = V dO^T whose factor V is in registers, not in shared memory, which is what bounds this kernel: as many as there is
 // room for. LIMITS_ON_CHIP: what hides keys of a lane is in shared memory, as few blocks of rows need it; where no product reads that slab of V any
 // more, there.
-constexpr int V_HELD = SOFTCAP ? 0 : APART ? !BAND && BY_SIGN ? 2 : STORES || FUSED && FIRST_STORES ? 1 : 3 : BR == 128 ? TO_V / SUM : 4;
-constexpr bool LIMITS_ON_CHIP = BAND && !PAIRED && (BR == 64 || APART) && !SOFTCAP;
+constexpr bool FEW_LEFT = ALIBI && BR == 64 && (LOWER || HAS_BOUNDS);  // registers
+constexpr int V_HELD = SOFTCAP ? 0 : FEW_LEFT ? 2 : APART ? !BAND && BY_SIGN ? 2 : STORES || FUSED && FIRST_STORES ? 1 : 3 : BR == 128 ? TO_V / SUM : 4;
+constexpr bool LIMITS_ON_CHIP = BAND && !PAIRED && (BR == 64 || APART) && !SOFTCAP && !FEW_LEFT;
 constexpr bool ROWS_FIRST = BR == 64;  // lse is read before S is there, delta before the first of it is needed: faster there, slower elsewhere
 // dP begins with -delta instead of 0: APART, where warpgroups do not wait for each other, so that its rows are read before products begin, not behind
 // them; PAIRED it is a product of 16 more (begin_with_minus), whose rows copies bring, so that nobody reads them.
@@ -75,6 +76,7 @@ static_assert(!DIVIDED || FUSED && !BAND || TOGETHER, "the last blocks of keys h
 static_assert(!FIRST_STORES || DETERMINISTIC, "turns");
 static_assert(!TOGETHER || !FUSED && !STORES, "others wait for no head");
 static_assert(!ROWS_FIRST || !APART, "rows are read once");
+static_assert(PLAIN || !FUSED && !STORES, "scores by Scores, of rows one block after the other");
 static_assert(!STORES || BAND && !DETERMINISTIC && !PACKED && (BY_COLUMNS || BY_ROWS), "the last keys that rows see come first");
 
 // dS is on chip with the rows of Q, each warpgroup's keys in a slab of their own; otherwise dS^T, with the keys'.
@@ -295,7 +297,7 @@ __device__ __forceinline__ void pass_stored(const Call& call, const Work& work, 
 
 // Step by step the dQ_i of each warpgroup to the sums in device memory. This thread's fence lets the copies see what lanes have stored: so these need
 // none each. DETERMINISTIC: in the order of the grid (key_block). A block of threads waits for those alone that began before it. Of the next turn it
-// finds out while the engine adds.
+// finds out while the engine adds; TURNS_APART: another thread does.
 __device__ __forceinline__ void add_all(const Call& call, const Work& work, const unsigned char* on_chip, Barrier* barriers)
 {
     int nth = 0, i0 = first_rows(work), parity = 0;
