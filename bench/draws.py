@@ -125,9 +125,8 @@ def kinds(part: str, seed: int, count: int | None = None) -> list[Kind]:
         rows = ("long", "short", "few")[int(rng.choice(3, p=(0.5, 0.3, 0.2) if backward else (0.6, 0.4, 0.0)))]
         found.append(Kind(
             part, n, dtype, d, dv, rows, packed, not packed and some(0.35), str(rng.choice(BANDS)),
-            some(0.05 if backward else 0.2), some(0.05 if backward else 0.2),
-            (dtype, "float32")[int(some(0.5))] if some(0.3) else "", backward and some(0.3),
-            some(0.3) and backward and max(d, dv) <= 128,
+            some(0.2), some(0.2), (dtype, "float32")[int(some(0.5))] if some(0.3) else "", backward and some(0.3),
+            backward and some(0.3),
         ))  # fmt: skip
     return found
 

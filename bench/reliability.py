@@ -234,6 +234,7 @@ REPEATED = {
     "d = 128, causal, grouped heads": dict(dtype="bfloat16", d=128, causal=True),
     "d = 128": dict(dtype="float16", d=128, causal=False),
     "d = 256, causal": dict(dtype="bfloat16", d=256, causal=True),
+    "d = 64, causal, softcap": dict(dtype="bfloat16", d=64, causal=True, softcap=5.0),
     "d = 128, causal, pieces done again": dict(dtype="bfloat16", d=128, causal=True, large=400.0),
     "d = 128, in pairs": dict(dtype="bfloat16", d=128, causal=False, T=1280, long=True),
     "d = 128, causal, in pairs": dict(dtype="float16", d=128, causal=True, T=1280, long=True),
@@ -246,7 +247,7 @@ REPEATS = {"forward": 10_000, "backward": 10_000, "deterministic": 1_000}
 
 
 def usual(where: Where, dtype: str, d: int, causal: bool, B: int = 2, Hq: int = 8, Hkv: int = 4, T: int = 1088,
-          large: float = 1.0, backward: bool = True, seed: int = 0) -> Made:  # fmt: skip
+          large: float = 1.0, softcap: float | None = None, backward: bool = True, seed: int = 0) -> Made:  # fmt: skip
     """A call of more pieces than multiprocessors; ``large``: one head's queries are multiplied by it."""
     import torch
 
@@ -257,9 +258,9 @@ def usual(where: Where, dtype: str, d: int, causal: bool, B: int = 2, Hq: int = 
     at = torch.arange(T, device=where.device)
     visible = (at[:, None] >= at) if causal else torch.ones(T, T, dtype=torch.bool, device=where.device)
     rows = torch.ones(1, 1, T, dtype=torch.bool, device=where.device)
-    clean = dense.Call(q, k, v, visible[None, None], rows, dout=dout if backward else None)
+    clean = dense.Call(q, k, v, visible[None, None], rows, softcap=softcap, dout=dout if backward else None)
     arrays = {"q": q, "k": k, "v": v, "dout": dout}
-    return Made(arrays, {"causal": causal} | where.options(), None, clean, None, ~rows.any())
+    return Made(arrays, {"causal": causal, "softcap": softcap} | where.options(), None, clean, None, ~rows.any())
 
 
 def _bits(a: Any) -> Any:

@@ -135,6 +135,8 @@ WGMMA_HEADS_MOST, WGMMA_HEADS_GAIN, WGMMA_HEADS_FEW = 16, 0.9, 4
 # Query heads of a key head from which on, under a mask, the same rows of all of them come together: singly; where
 # otherwise there would be pairs. Where rows or keys are more than so many.
 WGMMA_TOGETHER, WGMMA_TOGETHER_ROWS = {0: 4, 1: 8}, 512
+# In a fixed order such rows go down; up to so many, times the square of the query heads of a key head, no pairs.
+WGMMA_DOWN_ROWS = 512
 # Of rows that see a block of keys, on average: from so many on two blocks of threads go through them together; in a
 # fixed order wherever they can. Of an odd number of blocks of keys the last one is beside one that does not exist: from
 # so many on (by whether there is a fixed order, and a mask).
@@ -537,8 +539,10 @@ def _wgmma_backward(problem: Problem, chip: Chip) -> Tiles:
     blocks = problem.B * problem.Hkv * -(-problem.Tk // fused.bc)
     *least, divided = WGMMA_FUSED[problem.deterministic, band]
     few = blocks < max(least[paired], divided if alone.divided.threads else 0) * processors
-    # In a fixed order it takes longer from one turn to the next than a step of 64 rows, unless in pairs
+    # In a fixed order it takes longer from one turn to the next than a step of 64 rows, unless in pairs; where rows can
+    # go down it does not
     slow = problem.deterministic and fused.br < WGMMA_BACKWARD_APART and not paired
+    slow |= rows_down(problem) and max(problem.Tq, problem.Tk) <= WGMMA_DOWN_ROWS * problem.group**2
     return alone if few or slow or _together(problem, paired) or fused.smem_bytes > chip.on_chip_bytes else fused
 
 

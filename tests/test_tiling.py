@@ -915,11 +915,11 @@ def test_blocks_of_keys_of_uneven_lengths_are_divided(heads, T, d, parts):
 
 @pytest.mark.parametrize("heads, T, d, parts, in_order", [
     ((16, 4), 512, 64, 4, 4), ((10, 5), 2048, 64, 2, 2), ((24, 12), 1024, 64, 2, 2), ((24, 6), 1500, 128, 4, 4),
-    ((16, 4), 3000, 64, 4, 4), ((24, 6), 4096, 128, 2, 1), ((64, 8), 3000, 128, 4, 4), ((96, 3), 4096, 128, 8, 8),
+    ((16, 4), 3000, 64, 4, 4), ((24, 6), 4096, 128, 2, 2), ((64, 8), 3000, 128, 4, 4), ((96, 3), 4096, 128, 8, 8),
     ((6, 3), 3000, 128, 4, 2),
 ])  # fmt: skip
 def test_blocks_of_keys_of_few_query_heads_are_divided(heads, T, d, parts, in_order):
-    """As above; in a fixed order by heads alone, or in pairs and not at all. Of many query heads into more parts."""
+    """As above; in a fixed order by heads alone. Of many query heads into more parts."""
     Hq, Hkv = heads
     fixed = dict(B=1, Hq=Hq, Hkv=Hkv, Tq=T, Tk=T, d=d, dv=d, dtype="bfloat16", backend="cupy_raw", causal=True)
     assert plan_tiles(problem(**fixed), H200, "backward").divided.parts == parts
@@ -939,6 +939,18 @@ def test_rows_of_many_query_heads_come_together(options, together, fused):
     tiles = plan_tiles(problem(**(fixed | options)), H200, "backward")
     constants = dict(tiles.constants)
     assert (constants["TOGETHER"], constants["FUSED"], constants["DIVIDED"] * together) == (together, fused, 0)
+
+
+@pytest.mark.parametrize("group, T, down", [
+    (1, 2048, False), (2, 2048, True), (2, 2176, False), (4, 8192, True), (4, 8320, False), (3, 4608, True),
+    (4, 512, False), (8, 30000, True),
+])  # fmt: skip
+def test_rows_of_grouped_heads_go_down_in_a_fixed_order(group, T, down):
+    """As measured (bench/notes/sm90.md, run AG): otherwise in pairs, or the last keys first."""
+    fixed = dict(B=8, Hq=8 * group, Hkv=8, Tq=T, Tk=T, d=128, dv=128, dtype="bfloat16", backend="cupy_raw", causal=True)
+    constants = dict(plan_tiles(problem(**fixed, deterministic=True), H200, "backward").constants)
+    assert (constants["TOGETHER"], constants["LAST_FIRST"]) == ((1, 0) if down else (0, 1))
+    assert constants["PAIRED"] == (not down and T > 512)
 
 
 @pytest.mark.parametrize("lag, divided", [(68, (66, 2, 8)), (67, (0, 0, 1))])
