@@ -12,7 +12,8 @@ What is compiled (:func:`cases`); all of every option, dtype and architecture wo
 * on sm_90a: every dtype with every option at once, and deterministic; packed sequences; other head dimensions;
 * on sm_75 and sm_80: other dtypes, and every option at once;
 * of the forward pass of 16 bits: d = 64 on every architecture from sm_80 on; every width of a tile; each option;
-* on sm_80 and later: gradients of 16 bits, plain and causal, d = 64 and 128, and wide ones.
+* on sm_80 and later: gradients of 16 bits, plain and causal, d = 64 and 128, and wide ones; on sm_90a with softcap
+  and ALiBi, too.
 
 The static assertions of the float32 and float64 kernels are compiled for every kind of head dimension, without
 the kernels.
@@ -175,6 +176,10 @@ OPTIONS = {
     "packed": dict(causal=True),
     "softcap": dict(softcap=20.0),
     "alibi": dict(causal=True, alibi_slopes=[0.5, 0.25, 0.1, 0.0]),
+    "alibi, no mask": dict(alibi_slopes=[0.5, 0.25, 0.1, 0.0]),  # sm_90, backward: float16 has a number more at hand
+    "alibi, window": dict(window=(300, 200), alibi_slopes=[0.5, 0.25, 0.1, 0.0]),  # and here rows see no later key
+    "alibi, window, deterministic": dict(
+        window=(300, 200), alibi_slopes=[0.5, 0.25, 0.1, 0.0], deterministic=True),
     "dropout": dict(dropout=0.1),
     "mask, dropout": dict(mask=M.Segments(IDS, IDS), dropout=0.1),
     "bias, dropout": dict(dropout=0.1),  # and the bias
@@ -253,6 +258,9 @@ def cases():
     found += on("sm_90a", ["fa2_backward"], ["bfloat16"], [64, 128], ["few heads"])
     found += on("sm_90a", ["fa2_backward"], ["bfloat16", "float16"], [64, 128], ["short", "causal, many heads"])
     found += on("sm_90a", ["fa2_backward"], ["bfloat16"], [64, 128], ["long, many heads"])
+    scores = ["softcap", "alibi", "alibi, window", "alibi, window, deterministic"]
+    found += on("sm_90a", ["fa2_backward"], ["bfloat16", "float16"], [64, 128, 256], scores)
+    found += on("sm_90a", ["fa2_backward"], ["float16"], [128], ["alibi, no mask"])
     longer = ["causal, longer, many heads", "causal, long, many heads"]
     found += on("sm_90a", ["fa2_backward"], ["bfloat16"], [128], longer)
     for arch in ("sm_75", "sm_80"):

@@ -73,6 +73,11 @@ CALLS = {
     "softcap, alibi, offsets, d = 64": dict(
         B=2, Hq=2, Tq=140, Tk=150, d=64, softcap=3.0, alibi_slopes=np.array([0.3, 0.05]), causal=True,
         q_offset=np.array([-40, 70])),
+    # exp2 of what a key that does not exist would have as a score is infinite
+    "alibi, later keys first": dict(B=1, Hq=2, Tq=100, Tk=201, d=64, alibi_slopes=np.array([-3.3, -0.1])),
+    "alibi, later keys first, d = 128": dict(B=1, Hq=2, Tq=100, Tk=201, d=128, alibi_slopes=np.array([-3.3, -0.1])),
+    "alibi, later keys first, lengths": dict(
+        B=1, Hq=2, Tq=100, Tk=300, d=64, kv_lengths=[201], alibi_slopes=np.array([-3.3, -0.1])),
 }  # fmt: skip
 PACKED = {
     "packed": dict(Tq=200, Tk=300, d=64, cu=([3, 80, 80, 199], [0, 130, 150, 290]), causal=True),
@@ -254,6 +259,8 @@ def test_orders_of_threads(name, dtype, device, taken):
     "one tile, d = 64", "many steps", "d < dv", "causal", "causal, d = 128", "causal, heads in turn", "offsets",
     "window", "window, d = 128", "window of one key", "groups", "lengths", "lengths, causal", "nothing visible",
     "packed", "packed, window, sinks", "packed, offsets",
+    "softcap", "softcap, d < dv", "softcap, d = 128", "softcap, alibi", "softcap, alibi, offsets, d = 64",
+    "alibi", "alibi, d = 128", "packed, softcap, alibi",
 ])  # fmt: skip
 def test_deterministic(name, monkeypatch, taken, zeros):
     """Blocks of threads add to dQ in turn, those with the first keys first: a wrong turn would be waited for. The first
@@ -264,8 +271,25 @@ def test_deterministic(name, monkeypatch, taken, zeros):
     check(case, case.reference())
     assert taken == ["fa2_backward_keys"]
     least = 4 * 64 * 64  # bytes of the sums of a block of rows
-    may_miss_rows = name in ("offsets", "causal, d = 128") or name.startswith(("lengths", "packed", "nothing"))
-    assert (zeros[0][1] >= least) == may_miss_rows
+    may_miss_rows = (
+        "packed" in name or case.options.keys() & {"q_offset", "q_lengths"}
+        or case.q.shape[2] > case.k.shape[2] and case.options.keys() & {"causal", "window"}
+    )
+    assert (zeros[0][1] >= least) == bool(may_miss_rows)
+
+
+@pytest.mark.parametrize("broken", [False, True])
+@pytest.mark.parametrize("kind", [np.float16, np.float32, np.float64])
+def test_dtypes_of_slopes(kind, broken, device_by_name, taken, monkeypatch):
+    """On the device they stay what they are, or have 32 bits."""
+    case = prepared(dict(B=1, Hq=2, Tq=70, d=64, alibi_slopes=np.array([0.5, 0.1], kind)), "bfloat16")
+    if broken:
+        other = "FLOAT32" if kind is np.float64 else "FLOAT64"
+        old = "widen<SLOPE_TYPE>(((const Storage<SLOPE_TYPE>"
+        break_backward(monkeypatch, old, old.replace("SLOPE_TYPE", other))
+    with pytest.raises(AssertionError) if broken else nullcontext():
+        check(case, case.reference(), small_on_device=True)
+    assert taken
 
 
 @pytest.mark.parametrize("view", ["transposed", "sliced", "broadcast", "fortran"])
@@ -291,13 +315,24 @@ def test_layout(dtype, device_by_name, taken):
     assert taken
 
 
-def test_a_row_that_sees_a_nan_is_nan(device_by_name, taken):
-    check_rows_that_see_a_nan(taken)
+SCORES = {"": {}, "softcap": dict(softcap=3.0), "alibi": dict(alibi_slopes=np.array([0.1]))}
 
 
-def check_rows_that_see_a_nan(taken, d=64, dtype="bfloat16"):
+@pytest.mark.parametrize("scores", SCORES)
+def test_a_row_that_sees_a_nan_is_nan(scores, device_by_name, taken):
+    check_rows_that_see_a_nan(taken, **SCORES[scores])
+
+
+@pytest.mark.parametrize("scores", ["softcap", "alibi"])
+def test_rows_that_see_a_nan_and_are_numbers_are_caught(scores, device_by_name, monkeypatch):
+    break_backward(monkeypatch, "least_or_nan(score.twos", "fminf(score.twos")
+    with pytest.raises(AssertionError):
+        check_rows_that_see_a_nan([1], **SCORES[scores])
+
+
+def check_rows_that_see_a_nan(taken, d=64, dtype="bfloat16", **more):
     """Of causal rows, with a NaN in a key that the last of them see; others may be, if they share a tile with it."""
-    case = on_device(make(B=1, Hq=1, Tq=150, d=d, dtype=dtype, causal=True))
+    case = on_device(make(B=1, Hq=1, Tq=150, d=d, dtype=dtype, causal=True, **more))
     case.dlse = None
     clean = [np.asarray(g).astype(np.float64) for g in case.backward(*case.forward())]
     case.k[..., 140, 5] = np.nan
@@ -336,10 +371,17 @@ def one_large_key(d, dtype, **more):
     return case
 
 
+LARGE_KEYS = {
+    "": {}, "softcap": dict(Tq=128, Tk=200, softcap=3.0),
+    "alibi": dict(Tq=128, Tk=200, alibi_slopes=np.array([-2.0, -1.0])),
+}  # fmt: skip
+
+
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("d", [64, 128])
-def test_keys_that_do_not_exist_have_no_share(d, dtype, device_by_name, taken):
-    check_a_large_key(d, dtype)
+@pytest.mark.parametrize("name", LARGE_KEYS)
+def test_keys_that_do_not_exist_have_no_share(name, d, dtype, device_by_name, taken):
+    check_a_large_key(d, dtype, **LARGE_KEYS[name])
     assert taken
 
 
@@ -349,15 +391,17 @@ def check_a_large_key(d, dtype, **more):
     assert not dq.any() and not dk.any()
 
 
-@pytest.mark.parametrize("dtype, old, new", [
-    ("float16", "y < left ? 0.0f : -INFINITE", "0.0f"),
-    ("bfloat16", "-fabsf(power)", "power"),
+@pytest.mark.parametrize("name, dtype, old, new", [
+    ("", "float16", "y < left ? 0.0f : -INFINITE", "0.0f"),
+    ("", "bfloat16", "-fabsf(power)", "power"),
+    ("softcap", "float16", "HAS_BOUNDS ? most[e / 2 % 2] : 0.0f", "0.0f"),
+    ("alibi", "float16", "HAS_BOUNDS ? most[e / 2 % 2] : 0.0f", "0.0f"),
 ])  # fmt: skip
 @pytest.mark.parametrize("d", [64, 128])
-def test_keys_that_do_not_exist_are_missed(d, dtype, old, new, device_by_name, monkeypatch):
+def test_keys_that_do_not_exist_are_missed(d, name, dtype, old, new, device_by_name, monkeypatch):
     break_backward(monkeypatch, old, new)
     with pytest.raises(AssertionError):
-        check_a_large_key(d, dtype)
+        check_a_large_key(d, dtype, **LARGE_KEYS[name])
 
 
 def check_small_scores(d, causal):
@@ -580,6 +624,10 @@ BY_HEADS = {
     "lengths": dict(B=3, Hq=2, Hkv=1, Tq=150, Tk=200, d=64, q_lengths=[150, 20, 0], kv_lengths=[130, 200, 64]),
     "packed": dict(Hq=4, Hkv=2, Tq=300, Tk=350, d=128, cu=([3, 120, 120, 290], [2, 150, 170, 330]), causal=True),
     "d < dv": dict(B=1, Hq=3, Hkv=1, Tq=150, Tk=140, d=64, dv=128, causal=True),
+    "causal, alibi": dict(
+        B=1, Hq=4, Hkv=1, Tq=300, Tk=300, d=64, causal=True, alibi_slopes=np.array([0.5, 0.1, 0.02, -0.01])),
+    "groups, softcap, alibi": dict(
+        B=1, Hq=8, Hkv=2, Tq=190, Tk=150, d=128, softcap=3.0, alibi_slopes=np.geomspace(0.5, 0.004, 8)),
     "as many as counters": dict(B=1, Hq=fa2_backward.COUNTERS // 2, Tq=40, Tk=200, d=64),
     "deterministic": dict(B=1, Hq=4, Hkv=1, Tq=300, Tk=300, d=64, causal=True, deterministic=True),
     "deterministic, d = 128": dict(B=1, Hq=3, Hkv=1, Tq=200, Tk=300, d=128, deterministic=True),
@@ -827,13 +875,19 @@ def test_a_schedule_is_found_once(device_by_name, monkeypatch, taken):
     (dict(B=2, Hq=8, T=8192, d=256, deterministic=True), 2), (dict(B=32, Hq=8, T=512, d=256, deterministic=True), 21),
     (dict(Hq=8, T=4096, d=256, deterministic=True), 8),
     (dict(Hq=8, T=4096, d=256, causal=False, deterministic=True), 4),
+    # Grouped, in a fixed order: so many query heads
+    (dict(B=8, Hq=32, Hkv=8, T=2048, deterministic=True), 16), (dict(Hq=32, Hkv=8, T=2048, deterministic=True), 8),
+    (dict(B=8, Hq=32, Hkv=2, T=2048, d=64, deterministic=True), 4), (dict(Hq=96, Hkv=1, T=2048, deterministic=True), 1),
+    (dict(B=8, Hq=16, Hkv=8, T=2048, d=256, deterministic=True), 4),
+    (dict(B=8, Hq=32, Hkv=2, T=2048, d=256, deterministic=True), 1),
 ])  # fmt: skip
 def test_sections_by_when_they_end(options, section, monkeypatch):
     """In small calls, or such with many keys, of so many heads that the last section has not too few."""
     monkeypatch.undo()  # many_heads
     how = dict(B=1, d=128, causal=True) | options
     T, d = how.pop("T"), how.pop("d")
-    problem = Problem(**how, Hkv=how["Hq"], Tq=T, Tk=T, d=d, dv=d, dtype="bfloat16", backend="cupy_raw")
+    how.setdefault("Hkv", how["Hq"])
+    problem = Problem(**how, Tq=T, Tk=T, d=d, dv=d, dtype="bfloat16", backend="cupy_raw")
     tiles = tiling.plan_tiles(problem, replace(kernels_on("cupy_raw", chip("sm_90")), processors=132), "backward")
     assert fa2_backward._section(problem, tiles, -(-T // tiles.bc)) == section
 
@@ -906,6 +960,12 @@ BROKEN_BY_HEADS = {
     "": ("causal", "", ""),
     "parts begin with the first head": ("groups, d = 128", "work.first_head += from;", "work.first_head += 0;"),
     "parts begin with the first head, d = 64": ("groups", "work.first_head += from;", "work.first_head += 0;"),
+    "slopes are those of the first heads": (
+        "causal, alibi", "begin_head(call, work.b, work.first_head",
+        "begin_head(call, work.b, work.h * (int)call.group"),
+    "slopes are those of the first heads, d = 128": (
+        "groups, softcap, alibi", "begin_head(call, work.b, work.first_head",
+        "begin_head(call, work.b, work.h * (int)call.group"),
     "a part has as many heads as others": (
         "groups", "work.heads * (head + 1) / of_heads - from", "work.heads / of_heads"),
     "rows are all parts'": ("groups, and rows", "row + 1 < of_rows ?", "false ?"),
@@ -944,6 +1004,21 @@ SPOILED = f"""for (int late = 0; late < 50; late++)
         {TURN_ALONE}
         if (turn_at(call, work, i0) == 0)
             *sums_of_block(call, block) = INFINITE;"""
+# Rows of groups that go down, the same ones of all heads
+DOWN = {
+    "groups down": dict(B=1, Hq=4, Hkv=2, Tq=280, Tk=300, d=64, causal=True),
+    "groups down, d = 128": dict(B=1, Hq=4, Hkv=2, Tq=200, Tk=300, d=128, causal=True),
+    "groups down, softcap": dict(B=1, Hq=4, Hkv=2, Tq=150, Tk=300, d=64, causal=True, softcap=2.0),
+    "groups down, alibi": dict(
+        B=1, Hq=4, Hkv=2, Tq=150, Tk=200, d=128, causal=True, alibi_slopes=np.array([0.5, 0.1, 0.02, -0.01])),
+    "groups down, more rows than keys": dict(B=2, Hq=3, Hkv=1, Tq=300, Tk=140, d=64, causal=True),
+    "groups down, lengths": dict(
+        B=3, Hq=2, Hkv=1, Tq=150, Tk=260, d=128, causal=True, q_lengths=[150, 20, 0], kv_lengths=[130, 260, 64]),
+    "groups down, packed": dict(
+        Hq=4, Hkv=2, Tq=300, Tk=350, d=128, cu=([3, 120, 120, 290], [2, 150, 170, 330]), causal=True),
+    "groups down, packed, softcap": dict(
+        Hq=4, Hkv=2, Tq=210, Tk=250, d=64, cu=([0, 60, 70, 210], [0, 40, 60, 250]), causal=True, softcap=2.0),
+}  # fmt: skip
 IN_ORDER = {
     "down": (dict(B=2, Hq=2, Tq=300, d=64, window=(130, 0)), ""),
     "by heads": (BY_HEADS["deterministic"], "by_heads"),
@@ -967,14 +1042,16 @@ IN_ORDER = {
     "longest first behind, in the last head": (dict(B=1, Hq=3, Tq=400, Tk=500, d=64, causal=True), "late_in_last_head"),
     "longest first behind, pairs": (dict(B=1, Hq=2, Tq=768, Tk=1024, d=128, causal=True), "late_in_pairs"),
     "longest first behind, more rows than keys": (dict(B=1, Hq=2, Tq=600, Tk=450, d=128, causal=True), "late"),
-    "longest first behind, by heads": (dict(B=1, Hq=4, Hkv=1, Tq=500, Tk=600, d=64, causal=True), "by_heads"),
+    "longest first behind, by heads": (dict(B=1, Hq=4, Hkv=1, Tq=450, Tk=500, d=64, causal=True), "by_heads"),
     "longest first behind, packed": (dict(
         Hq=2, Tq=600, Tk=900, d=128, cu=([0, 120, 120, 590], [2, 250, 370, 900]), causal=True), "late"),
     "longest first behind, lengths": (
         dict(B=3, Hq=1, Tq=350, Tk=500, d=64, causal=True, q_lengths=[350, 129, 0], kv_lengths=[260, 500, 77]), "late"),
     "longest first behind, offsets": (
         dict(B=3, Hq=1, Tq=300, Tk=500, d=128, causal=True, q_offset=np.array([-100, 20, 700])), "late"),
-}
+    "softcap": (dict(B=1, Hq=2, Tq=200, Tk=290, d=64, softcap=2.0), ""),
+    "softcap, last keys first": (dict(B=1, Hq=2, Tq=200, Tk=290, d=64, causal=True, softcap=2.0), ""),
+} | {name: (options, "down") for name, options in DOWN.items()}
 
 
 @pytest.fixture
@@ -982,6 +1059,12 @@ def late(monkeypatch):
     """More blocks of threads than run at once."""
     monkeypatch.setattr(fa2_backward, "WGMMA_PROCESSORS", 2)
     monkeypatch.setattr(tiling, "_divided_by_heads", lambda *_: tiling.Divided())
+
+
+@pytest.fixture
+def down(monkeypatch):
+    """Short calls, too."""
+    monkeypatch.setattr(tiling, "WGMMA_TOGETHER_ROWS", 0)
 
 
 @pytest.fixture
@@ -1032,11 +1115,26 @@ def check_turns(options, early, waits, file, monkeypatch, taken):
     assert taken
 
 
+@pytest.mark.parametrize("name", DOWN)
+def test_rows_of_groups_go_down(name, monkeypatch, down, taken, zeros):
+    """A wrong turn would be waited for."""
+    emulator.install(monkeypatch, backwards=False)
+    case = prepared(DOWN[name] | {"deterministic": True}, DTYPES[list(DOWN).index(name) % 2])
+    check(case, case.reference())
+    constants = zeros[0][0]
+    assert taken == ["fa2_backward_keys"] and constants["TOGETHER"] and not constants["LAST_FIRST"]
+
+
 @pytest.mark.parametrize("waits", [False, True])
-@pytest.mark.parametrize("name", ["last keys first, d = 128", "d < dv, causal", "packed", "rows"])
-def test_who_adds_waits_for_its_turn(name, waits, device_by_name, taken, monkeypatch):
+@pytest.mark.parametrize("name", [
+    "last keys first, d = 128", "d < dv, causal", "packed", "rows", "softcap, last keys first", "groups down, softcap",
+    "groups down, alibi",
+])  # fmt: skip
+def test_who_adds_waits_for_its_turn(name, waits, device_by_name, taken, monkeypatch, request):
     """Before the turn is told, what the first one stores is spoiled: it is stored after that."""
     wider = dict(B=1, Hq=2, Tq=150, Tk=290, d=64, dv=128, causal=True)
+    if name in DOWN:
+        request.getfixturevalue("down")
     case = prepared((wider if name == "d < dv, causal" else IN_ORDER[name][0]) | {"deterministic": True}, "bfloat16")
     break_backward(monkeypatch, TURN_ALONE, SPOILED)
     wait = "await(barriers + TURN, parity);"
@@ -1058,6 +1156,12 @@ BROKEN_IN_ORDER = {
     "all store, d = 128": ("last keys first, d = 128", "FIRST_STORES && turn == 0", "true"),
     "sums of either half of the keys are stored": (
         "d < dv", "if (stores && !(BY_KEYS && n > 0))", "if (stores)"),
+    "sums of either half of the keys are stored, softcap": (
+        "softcap, last keys first", "if (stores && !(BY_KEYS && n > 0))", "if (stores)"),
+    "nobody stores, softcap": ("softcap", "FIRST_STORES && turn == 0", "false"),
+    "all store, softcap": ("softcap, last keys first", "FIRST_STORES && turn == 0", "true"),
+    "nobody stores, groups": ("groups down", "FIRST_STORES && turn == 0", "false"),
+    "all store, groups, softcap": ("groups down, softcap", "FIRST_STORES && turn == 0", "true"),
     "nobody says that a block of threads has added": (
         "rows of others", "if (FUSED && speaks_for_all())", "if (false)"),
     "turns are as if all came the last one first": (
@@ -1095,6 +1199,10 @@ def test_broken_kernels_that_store_are_caught(name, device_by_name, taken, monke
     check_caught(*BROKEN_STORED[name], STORED, monkeypatch, taken)
 
 
+UNBOUNDED = (
+    "least_or_nan(score.twos - of_row(rows_lse, lse, e), HAS_BOUNDS ? most[e / 2 % 2] : 0.0f)",
+    "score.twos - of_row(rows_lse, lse, e)",
+)
 BROKEN = {
     "": ("causal", "", ""),
     "the band is a row wide of the mark": ("causal", "low = (int)clamp(j - call", "low = (int)clamp(j - 1 - call"),
@@ -1142,6 +1250,14 @@ BROKEN = {
         "many steps, d = 64", "await(barriers + O_THERE + stage, at.parity);\n                set_dP", "set_dP"),
     "dP begins with what it was": ("one tile, d = 64", "set_dP(0);", ""),
     "lse is in other units": ("one tile", "lse[n] * LOG2E;", "lse[n];"),
+    "slopes are those of the first sequence": (
+        "alibi, d = 128", "begin_head(call, work.b,", "begin_head(call, 0,"),
+    "dS is not less where scores are capped": ("softcap", "x[n] *= slopes[0], x[n + 1] *= slopes[1];", ";"),
+    "dV is less where scores are capped": (
+        "softcap", "= pair(x[n], x[n + 1])", "= pair(x[n] * slopes[0], x[n + 1] * slopes[1])"),
+    "P may be above 1": ("alibi, later keys first", *UNBOUNDED),
+    "P may be above 1, d = 128": ("alibi, later keys first, d = 128", *UNBOUNDED),
+    "P may be above 1, lengths": ("alibi, later keys first, lengths", *UNBOUNDED),
     "heads of a group share a block of sums": (
         "groups", "return first_block(call, work.b, work.first_head + nth,",
         "return first_block(call, work.b, work.first_head,"),

@@ -63,6 +63,12 @@ CALLS = {
     "softcap, alibi, offsets": dict(
         B=2, Hq=2, Tq=140, Tk=150, d=256, softcap=3.0, alibi_slopes=np.array([[0.3, 0.05], [1.0, 0.0]]), causal=True,
         q_offset=np.array([-40, 70])),
+    "many steps, softcap": dict(B=1, Hq=1, Tq=700, Tk=60, d=136, softcap=2.0),
+    "many steps, softcap, d = 192": dict(B=1, Hq=1, Tq=700, Tk=60, d=192, softcap=2.0),
+    "many steps, softcap, d = 256": dict(B=1, Hq=1, Tq=700, Tk=60, d=256, softcap=2.0),
+    "causal, groups, softcap": dict(B=1, Hq=4, Hkv=2, Tq=150, Tk=190, d=192, causal=True, softcap=2.0),
+    "causal, groups, alibi": dict(
+        B=1, Hq=4, Hkv=2, Tq=150, Tk=140, d=256, causal=True, alibi_slopes=np.array([0.5, 0.1, 0.02, -0.01])),
 }  # fmt: skip
 PACKED = {
     "packed": dict(Tq=200, Tk=300, d=256, cu=([3, 80, 80, 199], [0, 130, 150, 290]), causal=True),
@@ -126,7 +132,8 @@ def test_orders_of_threads(name, dtype, device, taken):
 IN_ORDER = {name: ((CALLS | PACKED)[name], "") for name in (
     "one row, one key", "one more", "many steps", "d = 200, dv = 136", "d = 128, dv = 256", "causal",
     "causal, more rows", "causal, heads in turn", "nothing visible", "offsets", "window", "window to the left",
-    "window of one key", "groups", "one key head", "lengths", "other lengths", "lengths, causal", "sinks", *PACKED,
+    "window of one key", "groups", "one key head", "lengths", "other lengths", "lengths, causal", "sinks", "softcap",
+    "softcap, alibi", "causal, groups, softcap", "causal, groups, alibi", *PACKED,
 )} | {
     "longest first behind": (dict(B=2, Hq=2, Tq=250, Tk=250, d=256, causal=True), "late"),
     "longest first behind, in the last head": (
@@ -153,6 +160,8 @@ def test_deterministic(name, monkeypatch, taken, zeros, request):
         "packed" in name or case.options.keys() & {"q_offset", "q_lengths"}
         or case.q.shape[2] > case.k.shape[2] and case.options.keys() & {"causal", "window"}
     )
+    grouped = case.q.shape[-3] > case.k.shape[-3]  # rows go down then
+    assert not (zeros[0][0]["LAST_FIRST"] and grouped)
     assert zeros[0][0]["FIRST_STORES"] and (zeros[0][1] >= 4 * 64 * 64) == bool(may_miss_rows)
 
 
@@ -197,8 +206,16 @@ def test_layout(dtype, device_by_name, taken):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_row_that_sees_a_nan_is_nan(dtype, device_by_name, taken):
-    narrow.check_rows_that_see_a_nan(taken, d=256, dtype=dtype)
+@pytest.mark.parametrize("scores", narrow.SCORES)
+def test_a_row_that_sees_a_nan_is_nan(scores, dtype, device_by_name, taken):
+    narrow.check_rows_that_see_a_nan(taken, d=256, dtype=dtype, **narrow.SCORES[scores])
+
+
+@pytest.mark.parametrize("scores", narrow.SCORES)
+def test_rows_that_see_a_nan_and_are_numbers_are_caught(scores, device_by_name, monkeypatch):
+    break_backward(monkeypatch, "least_or_nan(PLAIN", "fminf(PLAIN")
+    with pytest.raises(AssertionError):
+        narrow.check_rows_that_see_a_nan([1], d=256, **narrow.SCORES[scores])
 
 
 def test_what_overflows_is_hidden_where_it_is_not_seen(device_by_name, taken):
@@ -291,7 +308,7 @@ def delayed(place):
 
 
 @pytest.mark.parametrize("place", LATE)
-@pytest.mark.parametrize("name", ["many steps", "many steps, many stages"])
+@pytest.mark.parametrize("name", [name for name in CALLS if name.startswith("many steps")])
 def test_a_warpgroup_is_late(name, place, device_by_name, taken, monkeypatch):
     case = prepared(CALLS[name], "bfloat16")
     break_backward(monkeypatch, *delayed(place))
@@ -312,8 +329,16 @@ def test_other_calls_go_another_way(options, device_by_name, taken):
 
 # ---- the tests can fail ---------------------------------------------------------------------------------------
 
+AT_ONCE = "has a factor more\n                await_place();", "has a factor more"
 BROKEN = {
     "": ("causal", "", ""),
+    "slopes are those of the first head": (
+        "causal, groups, alibi", "begin_head(call, work.b, rows.h)", "begin_head(call, work.b, work.first_head)"),
+    "slopes are those of the first sequence": (
+        "softcap, alibi, offsets", "begin_head(call, work.b, rows.h)", "begin_head(call, 0, rows.h)"),
+    "dS is not less where scores are capped": ("softcap", "x[0] * slopes[0]", "x[0]"),
+    "dV is less where scores are capped": (
+        "softcap", "= pair(x[0], x[1])", "= pair(x[0] * slopes[0], x[1] * slopes[1])"),
     "the band is a row wide of the mark": ("causal", "BAND ? (int)clamp(j - call", "BAND ? (int)clamp(j - 1 - call"),
     "all tiles are taken for plain": ("causal", "if (i0 >= plain_from && i0 + BR <= plain_to)", "if (true)"),
     "keys that follow are left": ("lengths", "call.rows_k && left < BC", "call.rows_k && false"),
@@ -328,6 +353,11 @@ BROKEN = {
     "the one P is written over": (
         "many steps", "await(barriers + P_READ + part, ((work.steps - steps) / P_TILES & 1) ^ 1);", ";",
         "slopes, before P is read"),
+    "P is written over, softcap": ("many steps, softcap", *AT_ONCE, "slopes, before P is read"),
+    "P is written over, softcap, dP is late": ("many steps, softcap", *AT_ONCE, "slopes, before dP"),
+    "P is written over, softcap, d = 192": ("many steps, softcap, d = 192", *AT_ONCE, "slopes, before P is read"),
+    "P is written over, softcap, d = 192, dP is late": ("many steps, softcap, d = 192", *AT_ONCE, "slopes, before dP"),
+    "P is written over, softcap, d = 256": ("many steps, softcap, d = 256", *AT_ONCE, "slopes, before P is read"),
     "dS is written over": (
         "many steps", "meet(DS_READ + part, BOTH)", "announce(DS_READ + part, BOTH)", "rows, before dQ"),
     "P is not waited for": (
