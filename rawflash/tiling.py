@@ -641,7 +641,7 @@ def _divided_by_heads(problem: Problem, processors: int, br: int, bc: int) -> Di
             turns = -(-blocks * parts // (processors << uneven)) << uneven
         return max(turns * (average / parts + more), most + more)
 
-    # In a fixed order each of the last keys begins with rows of its own, for which nobody waits: so rows are not divided
+    # In a fixed order the last keys begin with rows of their own, for which nobody waits: so rows are not divided
     rows = 1 if problem.deterministic and _has_upper_end(problem) else longest
     most = max(min(WGMMA_HEADS_MOST, group * rows) if blocks < 2 * processors else 1, 1)
     parts = min((n for n in range(1, most + 1) if n < group or n % group == 0), key=steps)

@@ -184,8 +184,8 @@ def texts(narrowed=()):
         files = sorted(path for path in TESTS.glob("test_*.py") if "mark.gpu" in path.read_text(encoding="utf-8"))
         said = stack.enter_context(redirect_stdout(StringIO()))  # who failed
         ended = pytest.main(["-q", "-m", "gpu", "--tb=no", "-p", "no:cacheprovider",
-                     "-W", "ignore::pytest.PytestAssertRewriteWarning",
-                     f"--deselect=tests/test_gpu.py::{LARGE}", *narrowed, *map(str, files)])  # fmt: skip
+                             "-W", "ignore::pytest.PytestAssertRewriteWarning",
+                             f"--deselect=tests/test_gpu.py::{LARGE}", *narrowed, *map(str, files)])  # fmt: skip
         if ended not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
             raise RuntimeError(f"the tests could not be run: {said.getvalue()[-2000:]}")
         if not narrowed:

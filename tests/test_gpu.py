@@ -184,7 +184,8 @@ WHOLE_ROWS = {
     "softcap, window, d = 64": dict(B=2, Hq=4, Hkv=2, Tq=333, Tk=400, d=64, window=(100, 20), softcap=5.0),
     "softcap, d = 256": dict(Tq=300, Tk=333, d=256, causal=True, softcap=5.0),
     "alibi, window": dict(
-        B=2, Hq=4, Hkv=2, Tq=300, Tk=400, d=128, window=(150, 9), alibi_slopes=np.array([0.3, 0.1, 0.03, 0], np.float16)),
+        B=2, Hq=4, Hkv=2, Tq=300, Tk=400, d=128, window=(150, 9),
+        alibi_slopes=np.array([0.3, 0.1, 0.03, 0.0], np.float16)),
     "alibi, lengths, d = 64": dict(B=3, Tq=300, Tk=500, d=64, q_lengths=[300, 0, 40], kv_lengths=[65, 500, 7],
                                    alibi_slopes=np.array([[0.5, 0.01], [-0.1, 0.2], [-3.0, 0.0]])),
     "alibi, d = 256": dict(Tq=200, Tk=333, d=256, alibi_slopes=np.array([0.3, 0.02])),

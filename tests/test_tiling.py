@@ -1009,8 +1009,8 @@ def test_backward_passes_of_16_bits_on_sm_90(dtype):
     others = [
         dict(d=20), dict(dv=132), dict(d=264), dict(boxes=False), dict(Tq=0), dict(Tk=0),
         dict(d=136, dropout=0.1), dict(dropout=0.1), dict(bias=(1, 1, 1, 9)), dict(scale=-1.0),
-        dict(softcap=1e-31), dict(softcap=3e38, scale=3e9), dict(sram=1 << 18), dict(algorithm="fa1"), dict(dtype="float32"), dict(arch="sm_100"),
-        dict(arch="sm_80"), dict(backend="numba_cuda"),
+        dict(softcap=1e-31), dict(softcap=3e38, scale=3e9), dict(sram=1 << 18), dict(algorithm="fa1"),
+        dict(dtype="float32"), dict(arch="sm_100"), dict(arch="sm_80"), dict(backend="numba_cuda"),
     ]  # fmt: skip
     assert not any(planned(**other).family == tiling.WGMMA for other in others)
 
