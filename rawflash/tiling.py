@@ -577,6 +577,7 @@ def _wgmma_keys(problem: Problem, chip: Chip, d: int, dv: int, lag: int) -> Tile
     first_stores = problem.deterministic and (not fused or paired or apart and band)  # else no registers for it
     last_first = stores or problem.deterministic and _has_upper_end(problem) and not down
     turns_apart = problem.deterministic and band and not (fused or apart)
+    by_keys = (br, d) == (WGMMA_ROWS, WGMMA_SLAB)  # each half of them has dQ of its own
     resident = (
         *((Tile("delta", 8, WGMMA_SLAB, 2),) if paired else ()),  # in three parts of 16 bits: rows of a slab
         Tile("K", bc, d, 2),
@@ -585,7 +586,7 @@ def _wgmma_keys(problem: Problem, chip: Chip, d: int, dv: int, lag: int) -> Tile
         Tile("Q", stages * br, d, 2),
         Tile("dO", stages * br, dv, 2),
         Tile("dS", WGMMA_BACKWARD_S * bc, br, 2),
-        *(() if apart else (Tile("dQ", 2 * br if d <= WGMMA_SLAB else br, d, 4),)),  # of each half of the keys
+        *(() if apart else (Tile("dQ", 2 * br if by_keys else br, d, 4),)),
         *((Tile("O, dO ahead", 2 * br, WGMMA_SLAB, 2),) if fused and not paired else ()),
         *((Tile("dQ behind", 68, WGMMA_SLAB, 4),) if fused else ()),
         Tile("lse", stages * br, 1, 4),
