@@ -557,14 +557,14 @@ def _wgmma_keys(problem: Problem, chip: Chip, d: int, dv: int, lag: int) -> Tile
     limits = apart and band  # what hides keys of a thread
     query_blocks, key_blocks = -(-problem.Tq // br), -(-problem.Tk // bc)
     paired = int(
-        fused and not problem.varlen and d == dv == 2 * WGMMA_SLAB
+        fused and d == dv == 2 * WGMMA_SLAB
         and (problem.deterministic or _rows_of_keys(problem, bc) >= WGMMA_PAIRED_ROWS)
         and (key_blocks % 2 == 0 or key_blocks >= WGMMA_PAIRED_ODD[problem.deterministic, band])
         and problem.band.lower is None
     )  # fmt: skip
     query_blocks, key_blocks = (_padded(n, 1 + paired) for n in (query_blocks, key_blocks))
     divided = Divided()
-    if fused and not (band or problem.varlen):
+    if fused and not band:
         processors = chip.processors or WGMMA_PROCESSORS
         divided = _divided(problem.B * problem.Hkv * key_blocks, query_blocks, problem.group, processors, 1 + paired)
         if divided.halved + divided.others > lag:  # whose rows others finish while they compute
@@ -692,8 +692,7 @@ def _can_be_fused(problem: Problem) -> bool:
         least = WGMMA_FUSED_STORED
     rows = next(rows for width, rows in least.items() if columns <= width)
     return (
-        not (problem.ragged or problem.sinks or problem.alibi or problem.softcap is not None)
-        and not (problem.varlen and problem.deterministic)
+        not (problem.ragged or problem.varlen or problem.sinks or problem.alibi or problem.softcap is not None)
         and _padded(problem.dv, WGMMA_SLAB) <= _padded(problem.d, WGMMA_SLAB)
         and blocks >= WGMMA_FUSED_KEYS
         and _rows_of_keys(problem, WGMMA_BACKWARD_KEYS) >= rows
