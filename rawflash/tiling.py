@@ -652,17 +652,21 @@ def _divided_by_heads(problem: Problem, processors: int, br: int, bc: int) -> Di
 def _together(problem: Problem, paired: int = 0) -> bool:
     """Does a block of threads of cuda/sm90/fa2_backward.cu go through the same rows of all query heads before the next
     ones? Under a mask it would be at another head than the others, and what all read and add to not be in L2."""
-    band = problem.has_band
-    long = max(problem.Tq, problem.Tk) > WGMMA_TOGETHER_ROWS
-    return band and long and problem.group >= WGMMA_TOGETHER[paired or problem.varlen]
+    heads = WGMMA_TOGETHER[paired or problem.varlen]
+    return problem.has_band and _is_long(problem) and problem.group >= heads
 
 
 def rows_down(problem: Problem) -> bool:
     """In a fixed order, do blocks of keys of query heads that share them come with the first keys first, from the last
     rows down, the same ones of all heads? Begun with the last keys, those with fewer rows would come to the next head
     sooner than those before them, and wait there."""
-    long = max(problem.Tq, problem.Tk) > WGMMA_TOGETHER_ROWS
-    return problem.deterministic and problem.group > 1 and _has_upper_end(problem) and (long or is_wide(problem))
+    grouped = problem.deterministic and problem.group > 1 and _has_upper_end(problem)
+    return grouped and (_is_long(problem) or is_wide(problem))
+
+
+def _is_long(problem: Problem) -> bool:
+    """Is it worth while that the same rows of all query heads come together?"""
+    return max(problem.Tq, problem.Tk) > WGMMA_TOGETHER_ROWS
 
 
 def _has_upper_end(problem: Problem) -> bool:

@@ -121,6 +121,8 @@ extern "C" int emulate(
     emulated::in_order = %d;
 #if DETERMINISTIC
     emulated::in_turn = true;
+#else
+    emulated::in_turn = false;
 #endif
     for (const auto& x : KERNELS) {
         if (x.kernel != kernel)
