@@ -112,7 +112,7 @@ def soak(where: Where, kind: Kind, shapes: int, seed: int, oracle: bool = False,
     lag = LAGS[kind.number // 4 % len(LAGS)]
     # Small calls have few blocks of keys: half of the sets of constants are planned as if these were many
     many = kind.number // (2 * len(HEADS[kind.part])) % 2
-    plan = planned_as_long(lag) if kind.part == "long" else planned_as_many() if many else contextlib.nullcontext()
+    plan = planned_as_long(lag) if kind.part == "long" else planned_as_many() if many else planned_as_few()
     with plan:
         return _soak(where, kind, shapes, seed, oracle, only)
 
@@ -130,6 +130,7 @@ def _planned(**changed: Any) -> Iterator[None]:
 
 
 NEVER = {0: 1 << 30, 1: 1 << 30}
+ONE_SUM = {256: (0.0, 0.0)}
 
 
 def planned_as_many() -> contextlib.AbstractContextManager[None]:
@@ -137,7 +138,14 @@ def planned_as_many() -> contextlib.AbstractContextManager[None]:
     ``_together`` there."""
     from rawflash import tiling
 
-    return _planned(_divided_by_heads=lambda *_: tiling.Divided(), WGMMA_TOGETHER=NEVER, WGMMA_STORED_HEADS=0.0)
+    return _planned(
+        _divided_by_heads=lambda *_: tiling.Divided(), WGMMA_TOGETHER=NEVER, WGMMA_STORED_HEADS=0.0, WGMMA_SUMS=ONE_SUM
+    )
+
+
+def planned_as_few() -> contextlib.AbstractContextManager[None]:
+    """Backward passes inside are planned as they are, and short ones in a fixed order as long ones: ``_has_sums``."""
+    return _planned(WGMMA_SUMS_KEYS=0)
 
 
 def planned_as_long(lag: float = 0.0) -> contextlib.AbstractContextManager[None]:
@@ -146,7 +154,7 @@ def planned_as_long(lag: float = 0.0) -> contextlib.AbstractContextManager[None]
         WGMMA_FUSED=defaultdict(lambda: (0, 0, 0)), WGMMA_FUSED_KEYS=1, WGMMA_FUSED_LAG=lag,
         WGMMA_FUSED_ROWS={64: 0, 128: 0}, WGMMA_FUSED_IN_ORDER={64: 0, 128: 0}, WGMMA_FUSED_STORED={64: 0, 128: 0},
         WGMMA_PAIRED_ROWS=0, WGMMA_PAIRED_ODD=defaultdict(int), WGMMA_STORED_HEADS=0.0, WGMMA_TOGETHER=NEVER,
-        WGMMA_DOWN_ROWS=0,
+        WGMMA_DOWN_ROWS=0, WGMMA_SUMS=ONE_SUM,
     )  # fmt: skip
 
 
@@ -241,9 +249,15 @@ REPEATED = {
     "d = 128, causal, in pairs": dict(dtype="float16", d=128, causal=True, T=1280, long=True),
     "d = 64, rows of others": dict(dtype="bfloat16", d=64, causal=False, T=1088, long=True),
     "d = 128, causal, rows of others": dict(dtype="bfloat16", d=128, causal=True, T=1152, long=True),
+    "d = 64, several sums": dict(dtype="float16", d=64, causal=False, Hq=4),
+    "d = 128, in pairs, several sums": dict(dtype="bfloat16", d=128, causal=False, T=1600),
+    "d = 64, causal, several sums": dict(dtype="bfloat16", d=64, causal=True, Hq=2, Hkv=2, T=1600),
+    "d = 128, causal, several sums": dict(dtype="float16", d=128, causal=True, Hq=4, T=1600),
+    "d = 256, causal, several sums": dict(dtype="bfloat16", d=256, causal=True, Hq=4),
 }
 # Names with it are repeated in these ways alone
-SOME_WAYS = {"again": ("forward",), "in pairs": ("backward", "deterministic"), "others": ("backward", "deterministic")}
+SOME_WAYS = {"again": ("forward",), "several": ("deterministic",), "in pairs": ("backward", "deterministic"),
+             "others": ("backward", "deterministic")}  # fmt: skip
 REPEATS = {"forward": 10_000, "backward": 10_000, "deterministic": 1_000}
 
 

@@ -127,6 +127,7 @@ WGMMA_FUSED = {(False, False): (0.0, 0.0, 0.5), (False, True): (4.0, 1.9, 0.0),
 WGMMA_FUSED_KEYS, WGMMA_FUSED_LAG = 4, 1.0
 WGMMA_FUSED_ROWS, WGMMA_FUSED_IN_ORDER = {64: 256, 128: 448}, {64: 544, 128: 768}
 WGMMA_FUSED_STAGES = 2
+NO_SUMS = {"SUMS": 1, "RESIDUES": 1, "FOLDED": 0}
 # Blocks of threads that the last blocks of keys are divided among, at most, and what one more costs, in steps.
 WGMMA_DIVIDED_MOST, WGMMA_DIVIDED_COST = 8, 6.0
 # All blocks of keys, where they are few: among so many at most, and of the time without it so much at most. With more
@@ -137,6 +138,16 @@ WGMMA_HEADS_MOST, WGMMA_HEADS_GAIN, WGMMA_HEADS_FEW = 16, 0.9, 4
 WGMMA_TOGETHER, WGMMA_TOGETHER_ROWS = {0: 4, 1: 8}, 512
 # In a fixed order such rows go down; up to so many, times the square of the query heads of a key head, no pairs.
 WGMMA_DOWN_ROWS = 512
+# Several sums of dQ in a fixed order: up to so many blocks of keys for each multiprocessor (by the wider of d and dv;
+# whether there is a mask), under a mask, and where turns are rare without one, from so many of a head on; with at most
+# so many times as many rows as keys, or keys as rows; and up to so many bytes of all of them. Different ones of
+# neighbouring blocks of keys: where there are so many blocks of rows for each of those for each multiprocessor (in
+# cuda/sm90/fa2_backward.cu; fa2_backward_wide.cu).
+WGMMA_SUMS: dict[int, tuple[float, float]] = {64: (8.0, 8.0), 128: (4.0, 2.5), 256: (8.0, 12.0)}
+WGMMA_SUMS_KEYS, WGMMA_SUMS_UNEVEN, WGMMA_SUMS_BYTES, WGMMA_SUMS_ROWS = 12, 8.0, 1 << 30, (12.0, 10.0)
+# FOLDED: up to so many for each multiprocessor (of a head with fewer blocks of keys than so many; or more). DIAGONAL:
+# so many parts at most.
+WGMMA_FOLDED, WGMMA_FOLDED_KEYS, WGMMA_DIAGONALS = (1.3, 1.5), 32, 8
 # Of rows that see a block of keys, on average: from so many on two blocks of threads go through them together; in a
 # fixed order wherever they can. Of an odd number of blocks of keys the last one is beside one that does not exist: from
 # so many on (by whether there is a fixed order, and a mask).
@@ -542,6 +553,7 @@ def _wgmma_backward(problem: Problem, chip: Chip) -> Tiles:
     # In a fixed order it takes longer from one turn to the next than a step of 64 rows, unless in pairs; where rows can
     # go down it does not
     slow = problem.deterministic and fused.br < WGMMA_BACKWARD_APART and not paired
+    slow |= dict(alone.constants)["SUMS"] > 1 and (band or not paired)
     slow |= rows_down(problem) and max(problem.Tq, problem.Tk) <= WGMMA_DOWN_ROWS * problem.group**2
     return alone if few or slow or _together(problem, paired) or fused.smem_bytes > chip.on_chip_bytes else fused
 
@@ -563,19 +575,22 @@ def _wgmma_keys(problem: Problem, chip: Chip, d: int, dv: int, lag: int) -> Tile
         and problem.band.lower is None
     )  # fmt: skip
     query_blocks, key_blocks = (_padded(n, 1 + paired) for n in (query_blocks, key_blocks))
-    divided = Divided()
-    if fused and not band:
-        processors = chip.processors or WGMMA_PROCESSORS
-        divided = _divided(problem.B * problem.Hkv * key_blocks, query_blocks, problem.group, processors, 1 + paired)
-        if divided.halved + divided.others > lag:  # whose rows others finish while they compute
-            divided = Divided()
+    divided, processors = Divided(), chip.processors or WGMMA_PROCESSORS
+    has_sums, folded = not (fused and band or fused and apart) and _has_sums(problem, processors, bc), False
+    if has_sums and band:
+        divided, folded = _folded(problem, processors, br, bc)
     elif not fused:
-        divided = _divided_by_heads(problem, chip.processors or WGMMA_PROCESSORS, br, bc)
+        divided = _divided_by_heads(problem, processors, br, bc)
     down = not fused and rows_down(problem)
-    together = not fused and (divided.threads > 0 or _together(problem) or down)
+    together = not fused and (divided.threads > 0 or _together(problem) or down or has_sums and band)
+    if not (band or together) and (fused or has_sums):
+        divided = _divided(problem.B * problem.Hkv * key_blocks, query_blocks, problem.group, processors, 1 + paired)
+        if fused and divided.halved + divided.others > lag:  # whose rows others finish while they compute
+            divided = Divided()
     stores = _stores(problem) and not (paired or together)
     first_stores = problem.deterministic and (not fused or paired or apart and band)  # else no registers for it
-    last_first = stores or problem.deterministic and _has_upper_end(problem) and not down
+    last_first = stores or problem.deterministic and _has_upper_end(problem) and not down or has_sums
+    sums = _sums(problem, processors, br, bc, divided, folded) if has_sums else NO_SUMS
     turns_apart = problem.deterministic and band and not (fused or apart)
     by_keys = (br, d) == (WGMMA_ROWS, WGMMA_SLAB)  # each half of them has dQ of its own
     resident = (
@@ -603,7 +618,7 @@ def _wgmma_keys(problem: Problem, chip: Chip, d: int, dv: int, lag: int) -> Tile
     return Tiles(br, bc, resident, chip.name, chip.on_chip_bytes, JI, family=WGMMA, lag=lag, divided=divided,
                  constants=(("FUSED", int(fused)), ("APART", int(apart)), ("STORES", int(stores)),
                             ("DIVIDED", int(divided.threads > 0)), ("TOGETHER", int(together)), ("PAIRED", paired),
-                            ("LAST_FIRST", int(last_first)), ("FIRST_STORES", int(first_stores)),
+                            ("LAST_FIRST", int(last_first)), ("FIRST_STORES", int(first_stores)), *sums.items(),
                             ("LOWER", int(problem.band.lower is not None))))  # fmt: skip
 
 
@@ -647,6 +662,60 @@ def _divided_by_heads(problem: Problem, processors: int, br: int, bc: int) -> Di
     most = max(min(WGMMA_HEADS_MOST, group * rows) if blocks < 2 * processors else 1, 1)
     parts = min((n for n in range(1, most + 1) if n < group or n % group == 0), key=steps)
     return Divided(0, blocks, parts) if steps(parts) < WGMMA_HEADS_GAIN * steps(1) else Divided()
+
+
+def _has_sums(problem: Problem, processors: int, bc: int) -> bool:
+    """In a fixed order, does dQ have several sums, so that the blocks of keys of few heads, many of which run at once,
+    need not wait for each other (SUMS in cuda/sm90/backward.cuh)?"""
+    blocks, columns, band = -(-problem.Tk // bc), max(problem.d, problem.dv), problem.has_band
+    waves = next(most for width, most in WGMMA_SUMS.items() if columns <= width)[band]
+    few = problem.B * problem.Hkv * blocks <= waves * processors and 2 * _bytes_of_sums(problem) <= WGMMA_SUMS_BYTES
+    uneven = not 1 / WGMMA_SUMS_UNEVEN <= problem.Tq / problem.Tk <= WGMMA_SUMS_UNEVEN
+    if not (problem.deterministic and few) or problem.varlen or uneven:
+        return False
+    # Where turns take less than from one block of keys to the next, short calls gain less than sums cost
+    short = blocks < WGMMA_SUMS_KEYS and (band or WGMMA_SLAB < columns <= bc)
+    return not short and (not band or _has_upper_end(problem) and problem.group == 1)
+
+
+def _bytes_of_sums(problem: Problem) -> int:
+    return problem.B * problem.Hq * problem.Tq * _padded(problem.d, WGMMA_SLAB) * 4
+
+
+def _sums(problem: Problem, processors: int, br: int, bc: int, divided: Divided, folded: bool) -> dict[str, int]:
+    """How many: of neighbouring blocks of keys different ones, if the next one comes to some rows a single step behind
+    this one, in which it may not yet have its turn, and if calls are long enough for what more sums cost."""
+    rows, blocks, band = -(-problem.Tq // br), problem.B * problem.Hkv * -(-problem.Tk // bc), problem.has_band
+    waves, are_alike, wide = blocks / processors, divided.others >= blocks, is_wide(problem)
+    of_rows = divided.parts // min(divided.parts, problem.group) if are_alike else 1
+    diagonal = band and are_alike
+    parts, steps = (of_rows, bc / br) if diagonal else (2, bc / br / of_rows)
+    if wide:
+        more = rows >= WGMMA_SUMS_ROWS[True] * (min(waves, 2.0) if band else waves)
+    else:
+        more = problem.group == 1 and (band or waves <= WGMMA_FOLDED[True]) and rows >= WGMMA_SUMS_ROWS[False] * waves
+    residues = 1 if steps >= 2 or not more or parts > WGMMA_HEADS_FEW else 2 if steps >= 0.5 else 4
+    if parts * residues * _bytes_of_sums(problem) > WGMMA_SUMS_BYTES:
+        residues = 1
+    return {"SUMS": parts * residues, "RESIDUES": residues, "FOLDED": int(folded)}
+
+
+def _folded(problem: Problem, processors: int, br: int, bc: int) -> tuple[Divided, bool]:
+    """How such blocks of keys are divided under a mask, and whether second ones come behind all first ones: few into as
+    many parts as run at once; long ones in two, if all are not many more than run at once."""
+    rows, keys, heads = -(-problem.Tq // br), -(-problem.Tk // bc), problem.B * problem.Hkv
+
+    def blocks_of_threads(parts: int) -> int:
+        each = -(-rows // parts)
+        return heads * sum(-(-rows_that_see(problem, j * bc, bc) // (br * each)) for j in range(keys))
+
+    if heads * keys > processors // 2:
+        fits = heads * keys <= WGMMA_FOLDED[keys >= WGMMA_FOLDED_KEYS] * processors
+        return (Divided(heads * (keys // 2), 0, 2), True) if fits else (Divided(), False)
+    held = WGMMA_SUMS_BYTES // _bytes_of_sums(problem)
+    most = max(min(WGMMA_DIAGONALS, held), 2)
+    parts = max((n for n in range(2, most + 1) if blocks_of_threads(n) <= processors), default=2)
+    return Divided(0, heads * keys, parts), False
 
 
 def _together(problem: Problem, paired: int = 0) -> bool:
@@ -746,8 +815,12 @@ def _wgmma_wide(problem: Problem, chip: Chip, d: int, dv: int, stages: int, hand
         Tile("dK", bc, d, 4, REGISTERS),
         Tile("dV", bc, dv, 4, REGISTERS),
     )
+    processors = chip.processors or WGMMA_PROCESSORS
+    has_sums = _has_sums(problem, processors, bc)
+    sums = _sums(problem, processors, br, bc, Divided(), False) if has_sums else NO_SUMS
+    last_first = in_order and _has_upper_end(problem) and not rows_down(problem) or has_sums
     constants = {"STAGES": stages, "P_TILES": handed, "DQ_COLUMNS": WGMMA_WIDE_DQ, "FIRST_STORES": int(in_order),
-                 "LAST_FIRST": int(in_order and _has_upper_end(problem) and not rows_down(problem))}  # fmt: skip
+                 "LAST_FIRST": int(last_first), **sums}  # fmt: skip
     tiles = Tiles(
         br, bc, resident, chip.name, chip.on_chip_bytes, JI, family=WGMMA, constants=tuple(constants.items())
     )  # fmt: skip

@@ -19,6 +19,7 @@ import argparse
 import datetime
 import glob
 import json
+import math
 import os
 import re
 import shutil
@@ -151,7 +152,8 @@ def cases():
 AS_THEY_ARE = {name: getattr(tiling, name) for name in (
     "WGMMA_FEWEST", "WGMMA_FUSED", "WGMMA_FUSED_KEYS", "WGMMA_FUSED_LAG", "WGMMA_FUSED_ROWS",
     "WGMMA_FUSED_IN_ORDER", "WGMMA_FUSED_STORED", "WGMMA_PAIRED_ROWS", "WGMMA_PAIRED_ODD", "WGMMA_STORED",
-    "WGMMA_STORED_HEADS", "WGMMA_TOGETHER", "_divided", "_divided_by_heads",
+    "WGMMA_STORED_HEADS", "WGMMA_TOGETHER", "WGMMA_SUMS", "WGMMA_SUMS_KEYS", "WGMMA_SUMS_ROWS", "_divided",
+    "_divided_by_heads", "_folded",
 )}  # fmt: skip
 
 
@@ -169,6 +171,11 @@ def plan_for(name):
         changed |= {"WGMMA_FUSED": defaultdict(lambda: (0, 0, 0)), "WGMMA_FUSED_KEYS": 1, "WGMMA_FUSED_LAG": 0.0,
                     "WGMMA_FUSED_ROWS": {64: 0, 128: 0}, "WGMMA_FUSED_IN_ORDER": {64: 0, 128: 0},
                     "WGMMA_FUSED_STORED": {64: 0, 128: 0}}  # fmt: skip
+    if "several sums" not in name:
+        changed["WGMMA_SUMS"] = {256: (0.0, 0.0)}
+    else:
+        changed |= {"WGMMA_SUMS_KEYS": 0, "WGMMA_SUMS_ROWS": (0.0 if "residues" in name else math.inf,) * 2}
+        changed["_folded"] = lambda p, *_: next((x for word, x in ways(p).items() if word in name), None)
     paired = "pairs" in name
     if "divided" in name:
         changed |= {"WGMMA_FUSED_LAG": (5.5 + paired) / tiling.WGMMA_PROCESSORS,
@@ -177,6 +184,13 @@ def plan_for(name):
         changed |= {"WGMMA_PAIRED_ROWS": 0, "WGMMA_PAIRED_ODD": defaultdict(int)}
     for name, value in (AS_THEY_ARE | changed).items():
         setattr(tiling, name, value)
+
+
+def ways(problem):
+    """Under a mask, how blocks of keys are divided where dQ has several sums."""
+    heads, blocks = problem.B * problem.Hkv, -(-problem.Tk // 128)
+    return {"late": (tiling.Divided(), False), "folded": (tiling.Divided(heads * (blocks // 2), 0, 2), True),
+            "diagonal": (tiling.Divided(0, heads * blocks, 3), False)}  # fmt: skip
 
 
 def halves():
@@ -237,6 +251,21 @@ def halves():
             Hkv=1, d=128, dtype="bfloat16", causal=True, deterministic=True),
         "mma, deterministic": tall | dict(
             d=128, dtype="bfloat16", causal=True, bias=normal(4, 1, Tk), deterministic=True),
+        "warpgroups, several sums": tall | dict(d=64, dtype="bfloat16", deterministic=True),
+        "warpgroups, several sums, residues, divided": tall | dict(
+            Hq=2, d=64, dtype="float16", deterministic=True, kv_lengths=[400]),
+        "warpgroups, several sums, late": tall | dict(Hq=2, d=128, dtype="bfloat16", causal=True, deterministic=True),
+        "warpgroups, several sums, folded": tall | dict(Hq=2, d=64, dtype="float16", causal=True, deterministic=True),
+        "warpgroups, several sums, folded, d = 128": tall | dict(
+            Hq=2, d=128, dtype="float16", causal=True, deterministic=True),
+        "warpgroups, several sums, diagonal": tall | dict(
+            Hq=2, d=64, dtype="bfloat16", causal=True, deterministic=True),
+        "warpgroups, rows of others, pairs, several sums": tall | dict(
+            Hq=2, d=128, dtype="bfloat16", deterministic=True),
+        "warpgroups, wide, several sums, residues": tall | dict(
+            d=192, dv=128, dtype="bfloat16", deterministic=True),
+        "warpgroups, wide, several sums, late": tall | dict(
+            Hq=2, d=256, dtype="float16", causal=True, deterministic=True),
     }  # fmt: skip
     made = {name: make(**call) for name, call in calls.items()}
     again = make(B=1, Hq=2, Tq=200, Tk=Tk, d=64, dtype="bfloat16")

@@ -42,6 +42,7 @@ def as_large_ones(monkeypatch):
     monkeypatch.setattr(tiling, "WGMMA_FEWEST", 0.0)
     monkeypatch.setattr(tiling, "WGMMA_STORED_HEADS", 0.0)
     monkeypatch.setattr(tiling, "WGMMA_TOGETHER", NEVER)
+    monkeypatch.setattr(tiling, "WGMMA_SUMS", {256: (0.0, 0.0)})
     monkeypatch.setattr(tiling, "_divided_by_heads", lambda *_: tiling.Divided())
 
 
@@ -334,6 +335,51 @@ def test_blocks_of_keys_in_a_fixed_order(name, dtype, monkeypatch):
     check_backward_again_and_again(case, reference)
 
 
+# Whether blocks of keys are divided, and of those under a mask in which way, on 132 multiprocessors
+SEVERAL = {
+    "no mask, d = 64": (dict(Hq=20, Tq=1600, Tk=1700, d=64), 1, 0),
+    "no mask, divided, d = 64": (dict(B=2, Hq=2, Tq=1900, Tk=2000, d=64), 1, 0),
+    "no mask, last ones divided, d = 64": (dict(Hq=12, Tq=2048, d=64), 1, 0),
+    "no mask, in pairs": (dict(Hq=12, Tq=1536, Tk=1664, d=128), 1, 0),
+    "no mask, divided, in pairs": (dict(Hq=3, Tq=2048, d=96), 1, 0),
+    "no mask, softcap": (dict(Hq=12, Tq=1536, d=128, softcap=8.0), 1, 0),
+    "no mask, groups": (dict(B=2, Hq=16, Hkv=8, Tq=600, Tk=700, d=64), 0, 0),
+    "no mask, lengths": (dict(B=3, Hq=6, Tq=700, d=64, q_lengths=[700, 0, 40], kv_lengths=[65, 700, 300]), 0, 0),
+    "no mask, d = 256": (dict(Hq=8, Tq=900, Tk=1000, d=256), 0, 0),
+    "no mask, groups, d = 192, dv = 128": (dict(B=2, Hq=12, Hkv=6, Tq=500, Tk=700, d=192, dv=128), 0, 0),
+    "late, d = 64": (dict(Hq=16, Tq=1600, Tk=1700, d=64, causal=True), 0, 0),
+    "late, d = 128": (dict(Hq=16, Tq=1700, Tk=1600, d=128, causal=True), 0, 0),
+    "late, d = 256": (dict(B=2, Hq=8, Tq=1000, d=256, causal=True), 0, 0),
+    "late, softcap, d = 192, dv = 128": (dict(Hq=12, Tq=700, Tk=900, d=192, dv=128, causal=True, softcap=8.0), 0, 0),
+    "folded, d = 64": (dict(Hq=8, Tq=1700, d=64, causal=True), 1, 1),
+    "folded, d = 128": (dict(Hq=8, Tq=1600, Tk=1700, d=128, causal=True), 1, 1),
+    "folded, offsets": (dict(
+        B=3, Hq=3, Tq=1500, Tk=1600, d=128, causal=True, q_offset=np.array([-1000, 3, 900])), 1, 1),
+    "folded, lengths": (dict(
+        B=3, Hq=3, Tq=1500, Tk=1600, d=64, causal=True, q_lengths=[1500, 0, 700], kv_lengths=[800, 1600, 77]), 1, 1),
+    "diagonal, d = 64": (dict(Hq=2, Tq=1700, d=64, causal=True), 1, 0),
+    "diagonal, d = 128": (dict(Hq=3, Tq=2000, Tk=1600, d=128, causal=True), 1, 0),
+    "diagonal, alibi": (dict(
+        B=2, Hq=2, Tq=1500, Tk=1600, d=64, causal=True, alibi_slopes=np.array([0.5, 0.01])), 1, 0),
+}
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("name", SEVERAL)
+def test_blocks_of_keys_of_few_heads_in_a_fixed_order(name, dtype, monkeypatch):
+    """Backward on sm_90, deterministic: dQ has several sums, which are added up in the end."""
+    options, divided, folded = SEVERAL[name]
+    monkeypatch.setattr(problem, "_MEMO", {})
+    case, reference = make_many(few=3, dtype=dtype, deterministic=True, **options)
+    gpu = on_gpu(case)
+    tiles = rf.explain(gpu.q, gpu.k, gpu.v, "backward", **gpu.options).tiles
+    if tiles.chip == "sm_90":
+        constants = dict(tiles.constants)
+        assert constants["SUMS"] > 1 and constants["FOLDED"] == folded and (tiles.divided.threads > 0) == divided
+        assert constants.get("PAIRED", 0) == ("pairs" in name)
+    check_backward_again_and_again(case, reference)
+
+
 STORED = {
     "as planned": dict(Hq=150, Tq=512, d=64, causal=True),
     "as planned, d = 128": dict(Hq=150, Tq=512, d=128, causal=True),
@@ -365,7 +411,7 @@ def shortest_lag(monkeypatch):
     as_large_ones(monkeypatch)
     always = defaultdict(lambda: (0, 0, 0))
     for name, value in (("WGMMA_FUSED", always), ("WGMMA_FUSED_KEYS", 1), ("WGMMA_FUSED_LAG", 0.0),
-                        *((name, {64: 0, 128: 0}) for name in FUSED_ROWS)):  # fmt: skip
+                        ("WGMMA_DOWN_ROWS", 0), *((name, {64: 0, 128: 0}) for name in FUSED_ROWS)):  # fmt: skip
         monkeypatch.setattr(tiling, name, value)
 
 

@@ -124,6 +124,7 @@ def undivided(monkeypatch):
     """Calls here have few blocks of keys, and are to have what many have, but for those that say otherwise."""
     monkeypatch.setattr(tiling, "_divided_by_heads", lambda *_: tiling.Divided())
     monkeypatch.setattr(tiling, "WGMMA_TOGETHER", {0: 1 << 30, 1: 1 << 30})
+    monkeypatch.setattr(tiling, "WGMMA_SUMS", {256: (0.0, 0.0)})
 
 
 @pytest.fixture(params=[False, True], ids=["forwards", "backwards"])
@@ -971,14 +972,14 @@ BROKEN_BY_HEADS = {
     "rows are all parts'": ("groups, and rows", "row + 1 < of_rows ?", "false ?"),
     "parts begin with the first rows": ("plain", "work.i_low = low + blocks * row / of_rows * BR;", ""),
     "parts of rows are parts of heads": ("groups, and rows", "row = part.number % of_rows;", "row = 0;"),
-    "those that go down begin with the first rows": ("causal, d = 128", "|| TOGETHER && work.stride < 0", ""),
+    "those that go down begin with the first rows": ("causal, d = 128", "|| EITHER_WAY && work.stride < 0", ""),
     "dQ stays in its rows": (
-        "groups", "work.q_start) + i0 / BR;\n        const unsigned turn",
-        "work.q_start);\n        const unsigned turn"),
+        "groups", "block_at(call, work, h, i0);\n        const unsigned turn",
+        "block_at(call, work, h, 0);\n        const unsigned turn"),
     "dQ stays in its rows, d = 128": (
-        "groups, d = 128", "work.q_start) + i0 / BR +", "work.q_start) + first_rows(work) / BR +"),
+        "groups, d = 128", "first_head + nth, i0) + (PAIRED", "first_head + nth, first_rows(work)) + (PAIRED"),
     "rows go on before all heads have had them": (
-        "groups, d = 128", "return nth + 1 < work.heads ? i0 :", "return false ? i0 :"),
+        "groups, d = 128", "!ONE_HEAD && nth + 1 < work.heads ? i0 :", "false ? i0 :"),
     "heads go on past the last": (
         "groups, d = 128", "? nth + 1 : 0;", "? nth + 1 : nth + 1;"),
     "shares are counted where turns are": (
@@ -1172,7 +1173,7 @@ BROKEN_IN_ORDER = {
         "longest first behind, by heads", "(unsigned)(mine >= work.late ? last - mine",
         "(unsigned)(true ? last - mine"),
     "the last section of packed sequences is in two halves": (
-        "longest first behind, packed", "DETERMINISTIC && !PACKED && is_last", "DETERMINISTIC && is_last"),
+        "longest first behind, packed", "DETERMINISTIC && !PACKED && SUMS == 1", "DETERMINISTIC && SUMS == 1"),
     "those before are counted that have no such rows": (
         "longest first behind", "(last < work.late ? 0 : last + 1 - work.late)", "(last + 1 - work.late)"),
 }  # fmt: skip
@@ -1259,10 +1260,10 @@ BROKEN = {
     "P may be above 1, d = 128": ("alibi, later keys first, d = 128", *UNBOUNDED),
     "P may be above 1, lengths": ("alibi, later keys first, lengths", *UNBOUNDED),
     "heads of a group share a block of sums": (
-        "groups", "return first_block(call, work.b, work.first_head + nth,",
-        "return first_block(call, work.b, work.first_head,"),
+        "groups", "return block_at(call, work, work.first_head + nth,",
+        "return block_at(call, work, work.first_head,"),
     "heads of a group share a block of sums, d = 64": (
-        "one key head, no mask", "block = first_block(call, work.b, h,", "block = first_block(call, work.b, 0,"),
+        "one key head, no mask", "block = block_at(call, work, h,", "block = block_at(call, work, 0,"),
     "patches are added to the same sums": (
         "one tile, d = 64", "to + patch * (PATCH / LANE_NUMBERS) + (n", "to + (n"),
     "K^T is that of another warp": ("one tile, d = 64", "+ AT_K + place_across()", "+ AT_K + (place_across() ^ 32)"),

@@ -748,7 +748,8 @@ def test_clusters_are_divided_as_a_whole(blocks, rows, group, processors):
     (dict(causal=True, Tq=1920, Tk=1920, deterministic=True), 0),
     # Few blocks of keys
     (dict(Hq=1, Hkv=1), 1), (dict(Hq=1, Hkv=1, causal=True), 0), (dict(B=1, Hq=2, Hkv=2), 0),
-    (dict(Hq=1, Hkv=1, causal=True, deterministic=True), 1), (dict(B=1, Hq=2, Hkv=2, deterministic=True), 1),
+    (dict(Hq=3, Hkv=3, causal=True, deterministic=True), 1), (dict(Hq=1, Hkv=1, causal=True, deterministic=True), 0),
+    (dict(B=1, Hq=2, Hkv=2, deterministic=True), 1),
     (dict(B=1, Hq=1, Hkv=1, deterministic=True), 1), (dict(B=1, Hq=1, Hkv=1, causal=True, deterministic=True), 0),
 ])  # fmt: skip
 def test_which_calls_have_pairs_of_blocks_of_threads(options, paired):
@@ -867,6 +868,45 @@ def test_rows_and_keys_of_a_band(Tq, Tk, at, size, data):
         assert tiling.keys_seen(x, at, size) == visible[at : at + size].any(0).sum()
 
 
+@pytest.mark.parametrize("options, sums", [  # SUMS, RESIDUES, FOLDED, and in how many parts
+    (dict(Hq=1, T=16384, d=64), (4, 2, 0, 1)), (dict(Hq=1, T=16384, d=64, causal=True), (4, 2, 1, 2)),
+    (dict(Hq=1, T=16384), (2, 1, 0, 1)), (dict(Hq=1, T=16384, causal=True), (2, 1, 1, 2)),
+    (dict(Hq=1, T=16384, d=256), (4, 2, 0, 1)), (dict(Hq=1, T=16384, d=256, causal=True), (4, 2, 0, 1)),
+    (dict(d=64), (4, 2, 0, 1)), (dict(), (2, 1, 0, 1)), (dict(d=256), (4, 2, 0, 1)), (dict(causal=True), (2, 1, 1, 2)),
+    (dict(window=(None, 9)), (2, 1, 1, 2)), (dict(Hq=16, T=4096, causal=True), (1, 1, 0, 1)),
+    (dict(Hq=1, causal=True, d=64), (7, 1, 0, 7)), (dict(Hq=1, causal=True), (7, 1, 0, 7)),
+    (dict(Hq=2, causal=True), (3, 1, 0, 3)), (dict(Hq=1, causal=True, d=256), (4, 2, 0, 1)),
+    (dict(Hq=3, T=8192, causal=True, d=64), (4, 2, 1, 2)), (dict(Hq=3, T=8192, causal=True), (2, 1, 1, 2)),
+    (dict(Hq=16, Hkv=4, d=64), (2, 1, 0, 1)), (dict(Hq=16, Hkv=4), (2, 1, 0, 1)),
+    (dict(Hq=16, Hkv=4, d=256), (4, 2, 0, 1)), (dict(T=2048, Tq=16384), (4, 2, 0, 2)),
+])  # fmt: skip
+def test_which_calls_have_several_sums(options, sums):
+    """In a fixed order, those of few heads (SUMS in cuda/sm90/backward.cuh)."""
+    tiles = in_order(**options)
+    assert tiles.family == tiling.WGMMA
+    constants = dict(tiles.constants)
+    assert (*(constants[name] for name in ("SUMS", "RESIDUES", "FOLDED")), tiles.divided.parts) == sums
+
+
+@pytest.mark.parametrize("options", [
+    dict(deterministic=False), dict(deterministic=False, causal=True), dict(varlen=True),
+    dict(varlen=True, causal=True), dict(window=(500, 0)), dict(window=(500, None)),
+    dict(Hq=16, Hkv=4, causal=True), dict(Hq=64), dict(Hq=64, causal=True), dict(T=2048, Tq=16385),
+    dict(T=2048, Tq=16385, causal=True), dict(Tq=511), dict(T=1024, causal=True), dict(Hq=256, Hkv=4, T=16384),
+], ids=str)  # fmt: skip
+@pytest.mark.parametrize("d", [64, 128, 256])
+def test_which_calls_have_not(options, d):
+    if d == 256 and options.get("T") == 1024:  # twice as many blocks of keys
+        options = options | dict(T=512)
+    tiles = in_order(**options, d=d)
+    assert tiles.family == tiling.WGMMA and dict(tiles.constants)["SUMS"] == 1
+
+
+def in_order(**options):
+    options = dict(B=1, Hq=4, T=4096, d=128, deterministic=True, dtype="bfloat16", backend="cupy_raw") | options
+    return plan_tiles(problem(**dict(Hkv=options["Hq"], dv=options["d"]) | options), H200, "backward")
+
+
 @pytest.mark.parametrize("options, divided", [
     (dict(), (66, 2, 8)), (dict(d=64, dv=64, Hq=32, Hkv=32), (0, 4, 8)), (dict(causal=True), (0, 0, 1)),
     (dict(deterministic=True), (66, 2, 8)), (dict(ragged=True), (0, 0, 1)), (dict(d=256, dv=256), (0, 0, 1)),
@@ -901,16 +941,17 @@ def test_few_blocks_of_keys_are_divided_by_heads(options, divided):
     assert not (constants.get("STORES") and constants.get("TOGETHER"))
 
 
-@pytest.mark.parametrize("heads, T, d, parts", [
+@pytest.mark.parametrize("heads, T, d, parts, in_order", [
     # A mask, few heads: as many as the longest then take no longer than all together
-    (6, 2048, 128, 2), (8, 2048, 128, 2), (10, 2048, 128, 1), (5, 4096, 128, 2), (6, 4096, 128, 1), (3, 8192, 128, 2),
-    (4, 4096, 64, 2), (3, 2048, 64, 4), (12, 2048, 64, 1), (16, 1024, 128, 1), (8, 384, 128, 1),
+    (6, 2048, 128, 2, 48), (8, 2048, 128, 2, 64), (10, 2048, 128, 1, 80), (5, 4096, 128, 2, 80),
+    (6, 4096, 128, 1, 96), (3, 8192, 128, 2, 96), (4, 4096, 64, 2, 64), (12, 2048, 64, 1, 0), (16, 1024, 128, 1, 0),
+    (8, 384, 128, 1, 0),
 ])  # fmt: skip
-def test_blocks_of_keys_of_uneven_lengths_are_divided(heads, T, d, parts):
-    """As measured (bench/notes/sm90.md, run AB). In a fixed order they are not, as these would be divided by rows."""
+def test_blocks_of_keys_of_uneven_lengths_are_divided(heads, T, d, parts, in_order):
+    """As measured (bench/notes/sm90.md, run AB). In a fixed order long ones in two (FOLDED)."""
     fixed = dict(B=1, Hq=heads, Hkv=heads, Tq=T, Tk=T, d=d, dv=d, dtype="bfloat16", backend="cupy_raw", causal=True)
     assert plan_tiles(problem(**fixed), H200, "backward").divided.parts == parts
-    assert plan_tiles(problem(**fixed, deterministic=True), H200, "backward").divided.parts == 1
+    assert plan_tiles(problem(**fixed, deterministic=True), H200, "backward").divided.halved == in_order
 
 
 @pytest.mark.parametrize("heads, T, d, parts, in_order", [
@@ -980,7 +1021,7 @@ def test_backward_passes_of_16_bits_on_sm_90(dtype):
         assert tiles.family == tiling.WGMMA and (tiles.br, tiles.bc) == (64, 64)
         slabs = -(-d // 64) + -(-dv // 64)
         stages, places = {6: (3, 1), 7: (2, 2), 8: (2, 1)}.get(slabs, (3, 2))
-        switches = {"FIRST_STORES": 0, "LAST_FIRST": 0}
+        switches = {"FIRST_STORES": 0, "LAST_FIRST": 0, "SUMS": 1, "RESIDUES": 1, "FOLDED": 0}
         assert dict(tiles.constants) == {"STAGES": stages, "P_TILES": places, "DQ_COLUMNS": 64} | switches
         assert tiles.smem_bytes + 16 <= chip("sm_90").on_chip_bytes
         in_order = planned(d=d, dv=dv, causal=True, deterministic=True)

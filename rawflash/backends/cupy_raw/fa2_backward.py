@@ -13,7 +13,7 @@ from rawflash.backends.cupy_raw.tensor_map import Box
 from rawflash.problem import Operands, Problem
 from rawflash.tiling import (
     MMA, SECTION_WAVES, SPLIT_INPUTS, WGMMA, WGMMA_PROCESSORS, WGMMA_SLAB, Divided, Tiles, heads_of_section, is_wide,
-    rows_down, rows_that_see,
+    last_end, rows_down, rows_that_see,
 )  # fmt: skip
 
 FILE, FILE_MMA = "fa2_backward.cu", "mma/fa2_backward.cu"
@@ -28,6 +28,10 @@ SECTION_LAST = 8 << 20  # the same, in a fixed order, if the last keys come firs
 SECTION_WIDE = 48 << 20  # the same, in a fixed order, of more columns and more keys than SHORT
 SECTION_MOST, SECTION_KEYS = 64 << 20, 32  # so that fewer multiprocessors are idle; blocks of keys, in any call
 BLOCK_ROWS = 128  # with as many a block of threads would be busy for as long as it takes to begin and to end
+# Where dQ has several sums: bytes of these; blocks of keys for each multiprocessor that one section has at most, if it
+# is the only one, and if there are others; up to what part of the least time simpler choices are preferred; how many of
+# 16 blocks of keys are LATE (sm90/backward.cuh), half where a section has up to so many for each multiprocessor.
+SECTION_SUMS, SUMS_WAVES, SUMS_GAIN, LATE, TWO_WAVES = 96 << 20, (3.5, 3.0), 1.03, (8, 11, 13), 2.1
 COUNTERS = 64  # a multiple of so many lies before dQ's sums
 RECORD_NUMBERS = 160  # of float32 in a record of lse and delta of a block of rows
 FINISHED_ROWS = 64  # of dQ, which a warp writes at once
@@ -92,30 +96,32 @@ def _wgmma(problem: Problem, tiles: Tiles, x: Operands, grads: dict[str, Target]
     divided = tiles.divided
     if problem.varlen and divided.others:  # all of them, by their heads
         divided = divided._replace(others=all_keys)
-    numbers = tiles.br * columns
+    numbers, sums = tiles.br * columns, constants["SUMS"]
     schedule = x.memo.get("schedule")
     if schedule is None:
         schedule = x.memo["schedule"] = _schedule(problem, tiles, divided, key_blocks)
-        schedule["share"] = blocks * (numbers + RECORD_NUMBERS * paired)
+        schedule["share"] = blocks * (numbers * sums + RECORD_NUMBERS * paired)
     kernels = launcher(file, problem, tiles, x, written, boxes, **schedule)
     # Query heads whose rows kernels of their own prepare, and finish
     first, last = (schedule[name] // key_blocks * problem.group for name in ("ahead", "behind"))
     if problem.varlen:  # all rows of these
         first = last = problem.Hq
     delta = side_gradients(problem, tiles, x, grads, first)
-    # Before the sums what is counted: if deterministic, whose turn it is at each block; with a lag, for each key head
-    # the blocks of threads that have prepared rows, and those that have added all of theirs; where the first one stores
-    # its dQ, for each head those that have; where blocks of keys are divided, last, for each the shares that are there.
-    # Behind the sums, in pairs, a record of lse and delta for each block of rows, and these shares of dK and dV.
+    # Before the sums what is counted: if deterministic, whose turn it is at each block of them; with a lag, for each
+    # key head the blocks of threads that have prepared rows, and those that have added all of theirs; where the first
+    # one stores its dQ, for each head those that have; where blocks of keys are divided, last, for each the shares that
+    # are there. Behind the sums, in pairs, a record of lse and delta for each block of rows, and these shares of dK and
+    # dV.
     stores = constants.get("STORES", 0)
-    counters = blocks * problem.deterministic + problem.B * (2 * problem.Hkv * bool(tiles.lag) + problem.Hq * stores)
+    counters = problem.B * (2 * problem.Hkv * bool(tiles.lag) + problem.Hq * stores)
+    counters += blocks * sums * problem.deterministic
     counters += divided.halved + divided.others
     counters = blocks_of(counters, COUNTERS) * COUNTERS
     shares = divided.threads
     dQ = kernels.workspace(counters + schedule["share"] + shares * tiles.bc * (columns + to_v))
     first_stores = stores or constants.get("FIRST_STORES", 0)
     cleared = query_blocks * first if tiles.lag and not first_stores else blocks
-    if first_stores and _all_see_keys(problem, x):
+    if sums > 1 or first_stores and _all_see_keys(problem, x):  # several: those are not read that nobody has added to
         cleared = 0
     dQ.data.memset_async(0, 4 * (counters + numbers * cleared))
     call = _call(kernels, problem, x, grads, delta, dQ, key_blocks, counters)
@@ -133,10 +139,13 @@ def _wgmma(problem: Problem, tiles: Tiles, x: Operands, grads: dict[str, Target]
 def _schedule(problem: Problem, tiles: Tiles, divided: Divided, key_blocks: int) -> dict[str, int]:
     """In which order blocks of threads come, and how far ahead and behind they work, in whole sections of heads: as
     many as there are of them where they do not, as kernels of their own then do it for all."""
-    heads = in_turn(problem, problem.Hkv)
-    section = _section(problem, tiles, key_blocks)
+    heads, sums = in_turn(problem, problem.Hkv), dict(tiles.constants).get("SUMS", 1)
+    if sums > 1:
+        section, late = _section_of_sums(problem, tiles, key_blocks, sums)
+    else:
+        section, late = _section(problem, tiles, key_blocks), 0
     ahead = behind = total = key_blocks * heads
-    if tiles.lag:
+    if tiles.lag and sums == 1:
         at_once = section * key_blocks
         ahead = min(at_once * (1 + blocks_of(tiles.lag, at_once)), total)
         behind = total - (total - ahead) // at_once * at_once
@@ -144,7 +153,8 @@ def _schedule(problem: Problem, tiles: Tiles, divided: Divided, key_blocks: int)
                 "key_heads": problem.Hkv}  # fmt: skip
     words = {"section": section, "ahead": ahead, "behind": behind, "group": problem.group, "at_once": WGMMA_PROCESSORS}
     halved, others, parts = divided
-    words |= {"whole": key_blocks * heads - halved - others, "halved": halved, "parts": parts}
+    words |= {"whole": key_blocks * heads - halved - others, "parts": parts}
+    words["halved"] = halved if divided.threads else late
     return words | {f"by_{name}": divisor(n) for name, n in divisors.items()}
 
 
@@ -217,6 +227,34 @@ def _section(problem: Problem, tiles: Tiles, key_blocks: int) -> int:
     at_last = steps[late:][::-1] + steps[:late] if last_first else steps
     lengths, last = (tuple(n for n in x for _ in range(parts)) for x in (order, at_last))
     return heads_of_section(lengths, last, heads, usual, most, WGMMA_PROCESSORS // together)
+
+
+def _section_of_sums(problem: Problem, tiles: Tiles, key_blocks: int, sums: int) -> tuple[int, int]:
+    """The same where dQ has several sums, and how many blocks of keys of a head are LATE (sm90/backward.cuh).
+
+    All heads, if L2 can hold their sums and blocks of keys are few, or if these are divided under a mask; else without
+    a mask as many as that (as run at once, of many columns). Under a mask so many that few multiprocessors are idle in
+    the end, if possible in two turns: half of the blocks of keys are late, so that a long one begins when a short one
+    has ended, or more, where they come in more turns.
+    """
+    heads, at_once = max(in_turn(problem, problem.Hkv), 1), WGMMA_PROCESSORS / key_blocks
+    columns = blocks_of(problem.d, WGMMA_SLAB) * WGMMA_SLAB
+    held = max(SECTION_SUMS // (problem.Tq * problem.group * columns * 4 * sums), 1)
+    if problem.has_band and tiles.divided.threads:
+        return heads, 0
+    if not problem.has_band:
+        most = max(min(held, int(at_once * (1.0 if is_wide(problem) else SUMS_WAVES[0]))), 1)
+        return -(-heads // -(-heads // most)), 0
+    one = heads <= min(held, at_once * SUMS_WAVES[0])
+    sections = [heads] if one else range(1, max(min(held, int(at_once * SUMS_WAVES[1])), 1) + 1)
+    steps = [rows_that_see(problem, j, tiles.bc) + BLOCK_ROWS for j in range(0, problem.Tk, tiles.bc)]
+    ends = {}
+    for section in sections:
+        for n in LATE if one or section > TWO_WAVES * at_once else LATE[:1]:
+            late = key_blocks * n // 16
+            ends[section, late] = last_end(steps[late:][::-1] + steps[:late], heads, section, WGMMA_PROCESSORS)
+    best = [x for x, end in ends.items() if end <= SUMS_GAIN * min(ends.values())]
+    return min(best, key=lambda x: (x[1] > key_blocks // 2, abs(x[0] - 2 * at_once)))
 
 
 def _call(kernels: Launcher, problem: Problem, x: Operands, grads: dict[str, Target], delta: Any, dQ: Any, blocks: int,

@@ -22,10 +22,26 @@ struct Work {
     int q_length, kv_length;
     int i_low, i_high, steps;
     int first_head, heads;  // of how many query heads
-    int stride;             // TOGETHER: from the rows of all heads to the next ones
+    int stride;             // EITHER_WAY: from the rows of all heads to the next ones
+    int begin, own;         // ROUND: the rows of the first step; those from which on nobody has come round
+    int from, to, parts;    // ROUND: the rows that blocks of threads of all blocks of keys have, each one of so many parts
+    int behind;             // DIAGONAL: how many rows behind those of the first part
+    int sums;               // SUMS: the sequence whose sums would be these if there were one for each, one behind the other
     int late;               // the first of the blocks of keys that come the last one first
     long long offset;
 };
+
+// SUMS: dQ has so many sums, which fa2_backward_finish adds up, so that blocks of keys that run at once do not wait for each other where they begin: the last
+// ones come first, each begins at the first rows that see its keys under a causal mask, and goes up; the next one comes to these rows right behind it.
+// ROUND, without a mask: then to the rows before those, whose dQ has other sums. Under a mask with an upper end, where long blocks of keys would end
+// alone, one of three, with TOGETHER in fa2_backward.cu. LATE: `halved` long ones of each head come behind the short ones, the first keys first, go down
+// from the last rows, and add to other sums. FOLDED, where few are more than run at once: so do, as blocks of threads behind all others, those rows of a
+// long one that are more than half of all rows behind its first. DIAGONAL, where they are at most half as many: each has `parts` blocks of threads,
+// for its first rows, the next ones and so on, with sums for each of these.
+// RESIDUES: neighbouring blocks of keys have different sums, so that it may take longer from one turn to the next than from one step to the next.
+constexpr bool ROUND = SUMS > 1 && !BAND, DIAGONAL = SUMS > 1 && BAND && DIVIDED && !FOLDED, LATE = SUMS > 1 && BAND && !DIVIDED;
+constexpr bool DOWN_LATER = LATE || FOLDED, EITHER_WAY = TOGETHER || DOWN_LATER, ONE_HEAD = SUMS > 1 && BAND;  // of each key head
+static_assert(SUMS == 1 || DETERMINISTIC && LAST_FIRST && FIRST_STORES && !PACKED && !(BAND && PAIRED), "turns");
 
 // Which block of keys a block of threads has, and which share of its rows, of how many.
 struct Part {
@@ -103,15 +119,16 @@ struct KeyBlock {
 
 // Heads come in sections whose matrices L2 can hold; of a section the first keys first, which most rows see if it is causal. LAST_FIRST: the last keys.
 // DETERMINISTIC, too, but these have few rows, and multiprocessors would be idle in the end: so of the last section the last half of the blocks comes
-// first, up from the shortest, then the first half, down from the longest. Not where all blocks of threads run at once, and would wait. PACKED:
-// blocks are those of all sequences in one line; one that is nobody's is behind the last of any sequence.
+// first, up from the shortest, then the first half, down from the longest. Not where all blocks of threads run at once, and would wait. LATE: so many as
+// the host says, of all sections. PACKED: blocks are those of all sequences in one line; one that is nobody's is behind the last of any sequence.
+constexpr bool IN_HALVES = LAST_FIRST && DETERMINISTIC && !PACKED && SUMS == 1;
 __device__ __forceinline__ KeyBlock key_block(const Call& call, unsigned index)
 {
     const unsigned heads = (unsigned)(PACKED ? call.Hkv : call.B * call.Hkv), blocks = (unsigned)call.blocks, section = (unsigned)call.section;
     const unsigned first = divided(index, call.by_section) * section, rest = (index - first * blocks) >> PAIRED;
     const bool is_last = heads - first <= section;
     const unsigned nth = divided(rest, is_last ? call.by_last_heads : call.by_heads), head = first + rest - nth * (is_last ? heads - first : section);
-    const unsigned count = blocks >> PAIRED, late = LAST_FIRST && DETERMINISTIC && !PACKED && is_last && gridDim.x > call.at_once ? count / 2 : 0;
+    const unsigned count = blocks >> PAIRED, late = LATE ? (unsigned)call.halved : IN_HALVES && is_last && gridDim.x > call.at_once ? count / 2 : 0;
     const unsigned block = !LAST_FIRST ? nth : nth < count - late ? count - 1 - nth : nth - (count - late);
     if constexpr (PACKED) {
         const InLine place = in_line<BC>(call, call.cu_seqlens_k, call.rows_k, (int)block);
@@ -122,10 +139,13 @@ __device__ __forceinline__ KeyBlock key_block(const Call& call, unsigned index)
 
 // DIVIDED: the last blocks of keys, with which most multiprocessors would be idle, have several blocks of threads, each for some of their rows: two,
 // or `parts` behind these. TOGETHER, where blocks of keys are too few to begin with: all of them have `parts`, each for some of the query heads;
-// where these are more than query heads, each for some of the rows of one.
+// where these are more than query heads, each for some of the rows of one. FOLDED: the second ones come behind all first ones, in reverse. DIAGONAL: all.
 __device__ __forceinline__ Part part_of(const Call& call, unsigned index)
 {
-    if constexpr (DIVIDED) {
+    if constexpr (FOLDED) {
+        const unsigned all = (unsigned)(call.whole + call.halved), block = index < all ? index : 2 * all - 1 - index;
+        return {block, index >= all, block < (unsigned)call.whole ? 1 : 2};
+    } else if constexpr (DIVIDED) {
         // PAIRED: of clusters, each of which has two of these
         const unsigned whole = (unsigned)call.whole >> PAIRED, halved = (unsigned)call.halved >> PAIRED, rank = PAIRED ? index % 2 : 0;
         index >>= PAIRED;
@@ -150,21 +170,32 @@ __device__ __forceinline__ Work work_of(const Call& call)
     const Sequence s = sequence(call, work.b);
     work.slot = (int)s.slot, work.q_start = (int)s.q_start, work.k_start = (int)s.k_start;
     work.q_length = (int)(FUSED ? call.Tq : s.q_length), work.kv_length = (int)(FUSED ? call.Tk : s.kv_length), work.offset = s.offset;
+    constexpr int KEYS = BC << PAIRED;
     work.i_low = 0, work.i_high = FUSED || work.j0 < work.kv_length ? work.q_length : 0;
     if constexpr (BAND) {
         const long long j1 = least(work.j0 + BC, s.kv_length);
         // PAIRED: 128 rows after 128, from those on that see the first key of both blocks
-        constexpr int ROWS = BR << PAIRED, KEYS = BC << PAIRED;
+        constexpr int ROWS = BR << PAIRED;
         work.i_low = (int)clamp(work.j0 / KEYS * KEYS - s.offset - call.band_upper, 0, work.i_high) / ROWS * ROWS;
         work.i_high = (int)clamp(j1 - s.offset - call.band_lower, 0, work.i_high);
     }
     work.first_head = work.h * (int)call.group, work.heads = (int)call.group;
-    if constexpr (DIVIDED && FUSED) {
+    if constexpr (DIVIDED && !BAND && !TOGETHER) {
         constexpr int ROWS = BR << PAIRED;
         const int blocks = (work.i_high + ROWS - 1) / ROWS;
         work.i_low = __shfl_sync(WARP, blocks * part.number / part.count * ROWS, 0);  // to the compiler the same in all lanes: no register of each
         work.i_high = __shfl_sync(WARP, part.number + 1 < part.count ? blocks * (part.number + 1) / part.count * ROWS : work.i_high, 0);
-    } else if constexpr (TOGETHER) {
+    } else if constexpr (FOLDED) {
+        const int half = (work.q_length + 2 * BR - 1) / (2 * BR) * BR, from = work.i_low + half < work.i_high ? work.i_low + half : work.i_high;
+        if (part.number > 0)
+            work.i_low = from;
+        else if (part.count > 1)
+            work.i_high = from;
+    } else if constexpr (DIAGONAL) {
+        const int each = ((work.q_length + BR - 1) / BR + part.count - 1) / part.count * BR;
+        work.behind = part.number * each, work.i_low = work.i_low + work.behind;
+        work.i_high = work.i_high < work.i_low + each ? work.i_high : work.i_low + each;
+    } else if constexpr (TOGETHER && !LATE) {
         const int of_heads = part.count < work.heads ? part.count : work.heads, of_rows = part.count / of_heads;
         const int head = part.number / of_rows, from = work.heads * head / of_heads, row = part.number % of_rows;
         work.heads = work.heads * (head + 1) / of_heads - from, work.first_head += from;
@@ -174,13 +205,26 @@ __device__ __forceinline__ Work work_of(const Call& call)
         work.stride = (DETERMINISTIC ? !LAST_FIRST : BAND && blockIdx.x / (unsigned)call.at_once % 2 == 0) ? -BR : BR;
     }
     constexpr int STEP_ROWS = BR << PAIRED;
+    const int which = FOLDED || DIAGONAL ? part.number : LATE ? work.j0 / BC < work.late : 0;
+    if constexpr (SUMS > 1)
+        work.sums = work.b + (which * RESIDUES + work.j0 / KEYS % RESIDUES) * (int)call.B;
+    if constexpr (DOWN_LATER || DIAGONAL)
+        work.stride = DOWN_LATER && which > 0 ? -BR : BR;
+    if constexpr (ROUND) {
+        const bool are_alike = DIVIDED && (TOGETHER || call.whole == 0 && call.halved == 0);  // all blocks of keys are divided in the same way
+        work.from = are_alike ? work.i_low : 0, work.to = are_alike ? work.i_high : work.q_length;
+        work.parts = !are_alike ? 1 : TOGETHER ? part.count / least(part.count, (int)call.group) : part.count;
+        const int last = (work.to - 1 - work.from) / STEP_ROWS * STEP_ROWS, first = work.j0 / KEYS * KEYS / work.parts / STEP_ROWS * STEP_ROWS;
+        work.own = work.from + (first < last ? first : last);
+        work.begin = work.own >= work.i_low && work.own < work.i_high ? work.own : work.i_low;
+    }
     work.steps = work.i_high > work.i_low ? (work.i_high - work.i_low + STEP_ROWS - 1) / STEP_ROWS * (1 << PAIRED) * work.heads : 0;
     return work;
 }
 
 // The first row of each step: up the blocks of rows of one head after the other. DETERMINISTIC: blocks of keys take turns at dQ. LAST_FIRST: each begins
-// at rows of its own, which nobody else has first. Under other bands they go down: under a causal one the last rows are those that all see, so they
-// begin one right behind the other. Without a mask either way is as good.
+// at rows of its own, which hardly another has first. Under other bands they go down: under a causal one the last rows are those that all see, so they
+// begin one right behind the other. Without a mask either way is as good, but for ROUND.
 // TOGETHER, under a mask: heads would come at as many paces as blocks of keys have rows, and what they read and add to would not be in L2. Blocks of
 // threads that begin together go down, from the last rows, which all have. Those that begin as these end, the longest of them where the shortest of
 // these was, go up: all are then at the same row again.
@@ -188,7 +232,9 @@ constexpr bool DOWN = DETERMINISTIC && BAND && !LAST_FIRST;
 static_assert(!PAIRED || !DOWN, "pairs go up");
 __device__ __forceinline__ int first_rows(const Work& work)
 {
-    return DOWN || TOGETHER && work.stride < 0 ? work.i_low + (work.i_high - 1 - work.i_low) / BR * BR : work.i_low;
+    if constexpr (ROUND)
+        return work.begin;
+    return DOWN || EITHER_WAY && work.stride < 0 ? work.i_low + (work.i_high - 1 - work.i_low) / BR * BR : work.i_low;
 }
 
 // The sums of dQ lie in blocks of BR rows and TO_D columns; a sequence begins a new one. How many a head has (PAIRED: an even number), and where those
@@ -223,15 +269,34 @@ __device__ __forceinline__ RowBlock row_block(const Call& call, long long n)
 
 __device__ __forceinline__ float* sums_of_block(const Call& call, long long block) { return call.sums + block * (BR * TO_D); }
 
-// How many blocks of keys, or pairs of them, come before this one that go through the rows from i0 on (work_of). FIRST_STORES: who has the first turn
-// stores, so that nothing has to be cleared.
-__device__ __forceinline__ unsigned turn_at(const Call& call, const Work& work, int i0)
+// LAST_FIRST: the last block of keys, or pair of them, that begins at the block of rows that i0 is in, or before it.
+__device__ __forceinline__ int last_keys(const Call& call, const Work& work, int i0)
 {
     constexpr int ROWS = BR << PAIRED, KEYS = BC << PAIRED;
-    const int end = i0 / ROWS * ROWS + ROWS;
+    const int rows = i0 / ROWS * ROWS, end = ROUND ? (rows - work.from + ROWS) * work.parts : rows + ROWS;
+    const bool is_last = ROUND ? rows + ROWS >= work.to : end > work.q_length;
+    const long long last_key = is_last ? work.kv_length - 1 : end - 1 + (ROUND ? 0 : work.offset + call.band_upper);
+    return (int)clamp(last_key, 0, work.kv_length - 1) / KEYS;
+}
+
+// The block of dQ's sums that a block of threads adds to at the rows from i0 on of a query head.
+__device__ __forceinline__ long long block_at(const Call& call, const Work& work, int h, int i0)
+{
+    const long long b = SUMS == 1 ? work.b : ROUND && i0 < work.own ? work.sums + RESIDUES * (int)call.B : work.sums;
+    return first_block(call, b, h, work.q_start) + i0 / BR;
+}
+
+// How many blocks of keys, or pairs of them, come before this one that go through the rows from i0 on (work_of) and add to the same sums. FIRST_STORES:
+// who has the first turn stores, so that nothing has to be cleared.
+__device__ __forceinline__ unsigned turn_at(const Call& call, const Work& work, int i0)
+{
+    constexpr int KEYS = BC << PAIRED;
     if constexpr (LAST_FIRST) {
-        const long long last_key = end > work.q_length ? work.kv_length - 1 : end - 1 + work.offset + call.band_upper;
-        const int last = (int)clamp(last_key, 0, work.kv_length - 1) / KEYS, mine = work.j0 / KEYS;
+        const int last = last_keys(call, work, i0 - (DIAGONAL ? work.behind : 0)), mine = work.j0 / KEYS;
+        if constexpr (SUMS > 1) {
+            const int all = (work.kv_length - 1) / KEYS;
+            return (unsigned)(ROUND && i0 < work.own ? all - mine : DOWN_LATER && work.stride < 0 ? mine : last - mine) / RESIDUES;
+        }
         return (unsigned)(mine >= work.late ? last - mine : (last < work.late ? 0 : last + 1 - work.late) + mine);
     }
     return (unsigned)(work.j0 / KEYS - (BAND ? (int)clamp(i0 + work.offset + call.band_lower, 0, work.j0) / KEYS : 0));
@@ -242,6 +307,35 @@ __device__ __forceinline__ unsigned* turns(const Call& call, long long block)
 {
     return call.counters + (FUSED ? 2 * call.B * call.Hkv : 0) + block;
 }
+
+// Numbers of dQ: of all sums, those that somebody has added to.
+struct SumsOfBlock {
+    const float* from[SUMS];
+
+    __device__ __forceinline__ SumsOfBlock(const Call& call, long long b, long long h, long long q_start, long long block, int numbers)
+    {
+#pragma unroll
+        for (int n = 0; n < SUMS; n++) {
+            const long long at = first_block(call, b + n * call.B, h, q_start) + block;
+            from[n] = SUMS == 1 || *turns(call, at) > 0 ? sums_of_block(call, at) + numbers : nullptr;
+        }
+    }
+
+    __device__ __forceinline__ float4 operator[](int vector) const
+    {
+        if constexpr (SUMS == 1)
+            return ((const float4*)from[0])[vector];
+        float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+#pragma unroll
+        for (int n = 0; n < SUMS; n++) {
+            if (from[n] == nullptr)
+                continue;
+            const float4 x = ((const float4*)from[n])[vector];
+            sum.x += x.x, sum.y += x.y, sum.z += x.z, sum.w += x.w;
+        }
+        return sum;
+    }
+};
 
 // For each step, in order: `step(steps that are left, first row, block of rows in dQ's sums)`.
 template <class Step> __device__ __forceinline__ void each_block_of_rows(const Call& call, const Work& work, Step step);

@@ -72,7 +72,7 @@ static_assert(!BY_KEYS || BR == 64, "all rows");
 constexpr int PATCH = 64 * DQ_COLUMNS;          // numbers of it
 constexpr int PATCHES = BR * TO_D / PATCH;      // in a block of rows
 static_assert(!APART || BY_ROWS, "a warpgroup of its own computes dQ");
-static_assert(!DIVIDED || FUSED && !BAND || TOGETHER, "the last blocks of keys have as many rows as others");
+static_assert(!DIVIDED || (FUSED || ROUND) && !BAND || TOGETHER, "the last blocks of keys have as many rows as others");
 static_assert(!FIRST_STORES || DETERMINISTIC, "turns");
 static_assert(!TOGETHER || !FUSED && !STORES, "others wait for no head");
 static_assert(!ROWS_FIRST || !APART, "rows are read once");
@@ -121,8 +121,10 @@ static_assert(COPYING_REGISTERS + APART * ADDING_REGISTERS + COMPUTING * COMPUTI
 
 __device__ __forceinline__ int next_rows(const Work& work, int nth, int i0)
 {
-    if constexpr (TOGETHER)
-        return nth + 1 < work.heads ? i0 : i0 + work.stride;
+    if constexpr (EITHER_WAY) {
+        const int next = !ONE_HEAD && nth + 1 < work.heads ? i0 : i0 + work.stride;
+        return ROUND && next >= work.i_high ? work.i_low : next;
+    }
     if constexpr (DOWN)
         return i0 > work.i_low ? i0 - BR : first_rows(work);
     return i0 + BR < work.i_high ? i0 + BR : work.i_low;
@@ -131,6 +133,8 @@ __device__ __forceinline__ int next_rows(const Work& work, int nth, int i0)
 // The head of the next step, of those it has; its rows are those from i0 on.
 __device__ __forceinline__ int next_head(const Work& work, int nth, int i0)
 {
+    if constexpr (ONE_HEAD)
+        return 0;
     if constexpr (TOGETHER)
         return nth + 1 < work.heads ? nth + 1 : 0;
     return nth + (i0 == first_rows(work));
@@ -278,7 +282,7 @@ template <class Step> __device__ __forceinline__ void each_block_of_rows(const C
     int nth = 0, i0 = first_rows(work);
 #pragma unroll 1
     for (int steps = work.steps; steps > 0; steps--) {
-        step(steps, i0, first_block(call, work.b, work.first_head + nth, work.q_start) + i0 / BR);
+        step(steps, i0, block_at(call, work, work.first_head + nth, i0));
         i0 = next_rows(work, nth, i0);
         nth = next_head(work, nth, i0);
     }
@@ -307,7 +311,7 @@ __device__ __forceinline__ void add_all(const Call& call, const Work& work, cons
     }
     const int to_be_stored = STORES ? stored_to(call, work) : 0;
     const auto block_of_rows = [&]() -> long long {
-        return first_block(call, work.b, work.first_head + nth, work.q_start) + i0 / BR + (PAIRED ? rank_in_cluster() : 0);
+        return block_at(call, work, work.first_head + nth, i0) + (PAIRED ? rank_in_cluster() : 0);
     };
     long long block = block_of_rows();
     unsigned turn = DETERMINISTIC ? turn_at(call, work, i0) : 1;
@@ -448,7 +452,7 @@ __device__ __forceinline__ void add_apart(const Call& call, const Work& work, co
 #pragma unroll 1
     for (int steps = work.steps; steps > 0; steps--) {
         const int stage = steps % S_STAGES, h = work.first_head + nth;
-        const long long block = first_block(call, work.b, h, work.q_start) + i0 / BR;
+        const long long block = block_at(call, work, h, i0);
         const unsigned turn = DETERMINISTIC ? turn_at(call, work, i0) : 1;
         const bool stores = STORES ? i0 < to_be_stored : FIRST_STORES && turn == 0;
         if (STORES && i0 == first_rows(work) && i0 >= to_be_stored)
@@ -505,7 +509,7 @@ __device__ __forceinline__ bool has_all_sums(const Call& call, unsigned char* on
     if (part.count == 1)
         return true;
     // Where those of a block of keys begin; PAIRED: first those of one of a cluster's two, then those of the other
-    unsigned first = index - (unsigned)call.whole - part.number;
+    unsigned first = FOLDED ? 2 * (part.block - (unsigned)call.whole) : index - (unsigned)call.whole - part.number;
     if constexpr (PAIRED)
         first = (first - part.number & ~1u) + index % 2 * part.count;
     float4* const shares = (float4*)(call.sums + call.share) + (long long)first * VECTORS + thread;
@@ -1170,15 +1174,14 @@ extern "C" __global__ void __launch_bounds__(THREADS) fa2_backward_finish(const 
     const int lane = threadIdx.x % WARP_LANES, warp = threadIdx.x / WARP_LANES % WARPS, patch = threadIdx.x / WARPGROUP;
     const float scale = (float)call.scale;
     if (patch < PATCHES) {
-        const float* const sums = sums_of_block(call, first_block(call, b, h, s.q_start) + block) + patch * PATCH +
-                                  (warp * (APART ? 2 : DQ_COLUMNS / 8) * WARP_LANES + lane) * LANE_NUMBERS;
+        const SumsOfBlock sums(call, b, h, s.q_start, block, patch * PATCH + (warp * (APART ? 2 : DQ_COLUMNS / 8) * WARP_LANES + lane) * LANE_NUMBERS);
         unsigned char* const slabs = on_chip + (BY_COLUMNS ? patch * BR * SLAB_ROW : 0);
 #pragma unroll
         for (int n = 0; n < DQ_COLUMNS / SUM; n++) {
             unsigned x[4];
 #pragma unroll
             for (int e = 0; e < 2; e++) {
-                const float4 y = *reinterpret_cast<const float4*>(sums + ((APART ? 2 * WARPS : 2) * n + e) * WARP_LANES * LANE_NUMBERS);
+                const float4 y = sums[((APART ? 2 * WARPS : 2) * n + e) * WARP_LANES];
                 x[2 * e] = pair(y.x * scale, y.y * scale);
                 x[2 * e + 1] = pair(y.z * scale, y.w * scale);
             }

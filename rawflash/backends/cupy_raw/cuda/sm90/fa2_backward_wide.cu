@@ -82,8 +82,12 @@ __device__ __forceinline__ Rows rows_after(const Call& call, const Work& work, R
         const int first = work.h * (int)call.group;
         return x.h + 1 < first + (int)call.group ? Rows{x.h + 1, x.i0} : Rows{first, x.i0 - BR};
     }
+    if constexpr (LATE)
+        return {x.h, x.i0 + work.stride};
     if ((x.i0 += BR) >= work.i_high)
-        x.i0 = work.i_low, x.h++;
+        x.i0 = work.i_low, x.h += !ROUND;
+    if constexpr (ROUND)
+        x.h += x.i0 == first_rows(work);
     return x;
 }
 
@@ -454,7 +458,7 @@ template <class Step> __device__ __forceinline__ void each_block_of_rows(const C
     Rows rows = first_of_all(call, work);
 #pragma unroll 1
     for (int steps = work.steps; steps > 0; steps--, rows = rows_after(call, work, rows))
-        step(steps, rows.i0, first_block(call, work.b, rows.h, work.q_start) + rows.i0 / BR);
+        step(steps, rows.i0, block_at(call, work, rows.h, rows.i0));
 }
 
 // ---- dQ ------------------------------------------------------------------------------------------------------------------------------
@@ -577,14 +581,14 @@ extern "C" __global__ void __launch_bounds__(THREADS) fa2_backward_finish(const 
     const float scale = (float)call.scale;
 #pragma unroll
     for (int patch = threadIdx.x / WARPGROUP; patch < PATCHES; patch += THREADS / WARPGROUP) {
-        const float* const sums = sums_of_block(call, first_block(call, b, h, s.q_start) + block) + patch * PATCH + lane_numbers();
+        const SumsOfBlock sums(call, b, h, s.q_start, block, patch * PATCH + lane_numbers());
         unsigned char* const slabs = on_chip + patch * (DQ_COLUMNS / SLAB) * BR * SLAB_ROW;
 #pragma unroll
         for (int n = 0; n < DQ_COLUMNS / SUM; n++) {
             unsigned x[4];
 #pragma unroll
             for (int e = 0; e < 2; e++) {
-                const float4 y = *reinterpret_cast<const float4*>(sums + (2 * n + e) * WARP_LANES * LANE_NUMBERS);
+                const float4 y = sums[(2 * n + e) * WARP_LANES];
                 x[2 * e] = pair(y.x * scale, y.y * scale);
                 x[2 * e + 1] = pair(y.z * scale, y.w * scale);
             }
