@@ -569,7 +569,7 @@ def _wgmma_keys(problem: Problem, chip: Chip, d: int, dv: int, lag: int) -> Tile
     limits = apart and band  # what hides keys of a thread
     query_blocks, key_blocks = -(-problem.Tq // br), -(-problem.Tk // bc)
     paired = int(
-        fused and not problem.varlen and d == dv == 2 * WGMMA_SLAB
+        fused and d == dv == 2 * WGMMA_SLAB
         and (problem.deterministic or _rows_of_keys(problem, bc) >= WGMMA_PAIRED_ROWS)
         and (key_blocks % 2 == 0 or key_blocks >= WGMMA_PAIRED_ODD[problem.deterministic, band])
         and problem.band.lower is None
@@ -583,7 +583,7 @@ def _wgmma_keys(problem: Problem, chip: Chip, d: int, dv: int, lag: int) -> Tile
         divided = _divided_by_heads(problem, processors, br, bc)
     down = not fused and rows_down(problem)
     together = not fused and (divided.threads > 0 or _together(problem) or down or has_sums and band)
-    if not (band or together) and (fused and not problem.varlen or has_sums):
+    if not (band or together) and (fused or has_sums):
         divided = _divided(problem.B * problem.Hkv * key_blocks, query_blocks, problem.group, processors, 1 + paired)
         if fused and divided.halved + divided.others > lag:  # whose rows others finish while they compute
             divided = Divided()
@@ -765,8 +765,7 @@ def _can_be_fused(problem: Problem) -> bool:
         least = WGMMA_FUSED_STORED
     rows = next(rows for width, rows in least.items() if columns <= width)
     return (
-        not (problem.ragged or problem.sinks or problem.alibi or problem.softcap is not None)
-        and not (problem.varlen and problem.deterministic)
+        not (problem.ragged or problem.varlen or problem.sinks or problem.alibi or problem.softcap is not None)
         and _padded(problem.dv, WGMMA_SLAB) <= _padded(problem.d, WGMMA_SLAB)
         and blocks >= WGMMA_FUSED_KEYS
         and _rows_of_keys(problem, WGMMA_BACKWARD_KEYS) >= rows

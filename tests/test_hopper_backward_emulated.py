@@ -552,30 +552,6 @@ def test_rows_prepared_and_finished_by_others(name, device_by_name, fused, heads
     assert taken and all(found == [2 * group] for found in heads.values())
 
 
-FUSED_PACKED = {
-    "causal": dict(Hq=6, Tq=200, Tk=300, d=64, cu=([3, 80, 80, 199], [0, 130, 150, 290]), causal=True),
-    "d = 128": dict(Hq=6, Tq=200, Tk=300, d=128, cu=([0, 64, 100, 200], [10, 138, 140, 300])),
-    "causal, d = 128": dict(Hq=6, Tq=330, Tk=300, d=128, cu=([3, 80, 80, 329], [0, 130, 150, 290]), causal=True),
-    "no mask, d = 64": dict(Hq=6, Tq=330, Tk=300, d=64, cu=([3, 80, 80, 329], [0, 130, 150, 290])),
-    "groups": dict(Hq=10, Hkv=5, Tq=210, Tk=190, d=96, cu=([0, 1, 130, 210], [0, 60, 188, 188]), window=(50, 9)),
-    "offsets, few columns": dict(
-        Hq=6, Tq=90, Tk=120, d=40, cu=([0, 50, 90], [0, 60, 110]), causal=True, q_offset=np.array([5, -9])),
-    "behind padding": dict(
-        Hq=5, Tq=420, Tk=560, d=128, cu=([130, 150, 200, 330, 330, 400], [260, 300, 300, 420, 540, 541])),
-    "behind padding, causal": dict(
-        Hq=5, Tq=420, Tk=430, d=64, cu=([260, 262, 390, 390, 415], [140, 270, 271, 400, 420]), causal=True),
-    "whole blocks": dict(Hq=5, Tq=512, Tk=384, d=64, cu=([0, 128, 384, 512], [0, 128, 256, 384]), causal=True),
-    "whole blocks, d = 128": dict(Hq=5, Tq=256, Tk=384, d=128, cu=([0, 64, 192, 256], [0, 128, 256, 384]), causal=True),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", FUSED_PACKED)
-def test_rows_of_packed_sequences_prepared_and_finished_by_others(name, device_by_name, fused, taken, zeros):
-    case = prepared(FUSED_PACKED[name], DTYPES[list(FUSED_PACKED).index(name) % 2])
-    check(case, case.reference())
-    assert taken and zeros[0][0]["FUSED"]
-
-
 @pytest.mark.parametrize("name", ["causal", "groups, d = 128"])
 def test_orders_of_threads_where_others_prepare_and_finish(name, device, fused, taken):
     case = prepared(FUSED[name], "bfloat16")
@@ -1332,10 +1308,11 @@ BROKEN_FUSED = {
     "O is taken for dO": ("plain, d = 128", "load_shared(at + PREPARED_BYTES / 2)", "load_shared(at)"),
     "O and dO are awaited by nobody": ("plain, d = 128", "await(barrier, PAIRED ? slab : parity);", ""),
     "delta begins anew with each slab": (
-        "plain, d = 128", ": SLABS); slab++, parity ^= 1)", ": SLABS); slab++, parity ^= 1, gamma[0] = 0)"),
+        "plain, d = 128", "slab < SLABS; slab++, parity ^= 1)", "slab < SLABS; slab++, parity ^= 1, gamma[0] = 0)"),
     "dlse is left out": ("plain", "gamma[r] -= *row_of(call.dlse", "gamma[r] -= 0.0f * *row_of(call.dlse"),
     "rows are left out": (
-        "plain", "share.to = rows_before(call, block + 1);", "share.to = rows_before(call, block + 1) - 1;"),
+        "plain", "share.to = rows_before(call, place.block + 1);",
+        "share.to = rows_before(call, place.block + 1) - 1;"),
     "the next head of a group is not taken": (
         "groups", "share.block = share.from, share.h = share.h + 1;", "share.block = share.from;"),
     "nobody says that rows are prepared": ("plain", "pass_turn(prepared(call, share.head));", ";"),
@@ -1344,15 +1321,12 @@ BROKEN_FUSED = {
     "sums are awaited by nobody": ("plain", "await(barrier, parity);\n            unsigned from", "unsigned from"),
     "dQ is not scaled": ("plain", "pair(__uint_as_float(x) * scale,", "pair(__uint_as_float(x),"),
     "dQ is not fenced": (
-        "plain", "fence_shared();\n            __syncwarp();\n            const int column",
-        "__syncwarp();\n            const int column"),
+        "plain", "fence_shared();\n            __syncwarp();\n            if (lane == 0) {\n                store_box",
+        "__syncwarp();\n            if (lane == 0) {\n                store_box"),
     "dQ's place is taken before it is read": (
         "plain", "await_stores_read<0>();\n                arrive_expecting(barrier, PATCH",
         "arrive_expecting(barrier, PATCH"),
-    "patches are columns where they are rows": (
-        "plain", "column = BY_COLUMNS ? patch * SLAB : 0,", "column = patch * SLAB,"),
-    "shares are those of blocks in their sequence": (
-        "causal, packed", "PACKED ? place.line : place.block", "place.block"),
+    "patches are columns where they are rows": ("plain", "BY_COLUMNS ? patch * SLAB : 0, share", "patch * SLAB, share"),
 }  # fmt: skip
 
 
@@ -1452,8 +1426,7 @@ def test_broken_kernels_in_pairs_are_caught(name, paired, taken, monkeypatch):
 
 @pytest.mark.parametrize("name", BROKEN_FUSED)
 def test_broken_kernels_that_prepare_and_finish_are_caught(name, device_by_name, fused, taken, monkeypatch):
-    packed = {f"{name}, packed": options for name, options in FUSED_PACKED.items()}
-    check_caught(*BROKEN_FUSED[name], FUSED | packed, monkeypatch, taken)
+    check_caught(*BROKEN_FUSED[name], FUSED, monkeypatch, taken)
 
 
 @pytest.mark.parametrize("name", BROKEN)

@@ -104,7 +104,7 @@ def _wgmma(problem: Problem, tiles: Tiles, x: Operands, grads: dict[str, Target]
     kernels = launcher(file, problem, tiles, x, written, boxes, **schedule)
     # Query heads whose rows kernels of their own prepare, and finish
     first, last = (schedule[name] // key_blocks * problem.group for name in ("ahead", "behind"))
-    if problem.varlen and not tiles.lag:  # all rows of these
+    if problem.varlen:  # all rows of these
         first = last = problem.Hq
     delta = side_gradients(problem, tiles, x, grads, first)
     # Before the sums what is counted: if deterministic, whose turn it is at each block of them; with a lag, for each

@@ -114,7 +114,7 @@ constexpr unsigned NOBODYS = (1u << 30) / BC;  // where no sequence has keys
 
 // Which block of keys of which key head of all a block of threads has.
 struct KeyBlock {
-    unsigned head, block, late, line;  // line: PACKED, the block's place in it
+    unsigned head, block, late;
 };
 
 // Heads come in sections whose matrices L2 can hold; of a section the first keys first, which most rows see if it is causal. LAST_FIRST: the last keys.
@@ -132,9 +132,9 @@ __device__ __forceinline__ KeyBlock key_block(const Call& call, unsigned index)
     const unsigned block = !LAST_FIRST ? nth : nth < count - late ? count - 1 - nth : nth - (count - late);
     if constexpr (PACKED) {
         const InLine place = in_line<BC>(call, call.cu_seqlens_k, call.rows_k, (int)block);
-        return {(unsigned)place.b * (unsigned)call.Hkv + head, place.block < 0 ? NOBODYS : (unsigned)place.block, late, block};
+        return {(unsigned)place.b * (unsigned)call.Hkv + head, place.block < 0 ? NOBODYS : (unsigned)place.block, late};
     }
-    return {head, PAIRED ? 2 * block + index % 2 : block, late, 0};  // a cluster has two neighbouring ones
+    return {head, PAIRED ? 2 * block + index % 2 : block, late};  // a cluster has two neighbouring ones
 }
 
 // DIVIDED: the last blocks of keys, with which most multiprocessors would be idle, have several blocks of threads, each for some of their rows: two,
@@ -169,10 +169,9 @@ __device__ __forceinline__ Work work_of(const Call& call)
     work.h = (int)place.head - work.b * (int)call.Hkv;
     const Sequence s = sequence(call, work.b);
     work.slot = (int)s.slot, work.q_start = (int)s.q_start, work.k_start = (int)s.k_start;
+    work.q_length = (int)(FUSED ? call.Tq : s.q_length), work.kv_length = (int)(FUSED ? call.Tk : s.kv_length), work.offset = s.offset;
     constexpr int KEYS = BC << PAIRED;
-    constexpr bool WHOLE = FUSED && !PACKED;
-    work.q_length = (int)(WHOLE ? call.Tq : s.q_length), work.kv_length = (int)(WHOLE ? call.Tk : s.kv_length), work.offset = s.offset;
-    work.i_low = 0, work.i_high = WHOLE || work.j0 < work.kv_length ? work.q_length : 0;
+    work.i_low = 0, work.i_high = FUSED || work.j0 < work.kv_length ? work.q_length : 0;
     if constexpr (BAND) {
         const long long j1 = least(work.j0 + BC, s.kv_length);
         // PAIRED: 128 rows after 128, from those on that see the first key of both blocks

@@ -54,7 +54,7 @@ constexpr bool HAS_BOUNDS = TYPE == FLOAT16 && (!BAND || PAIRED), BY_SIGN = !HAS
 // room for. LIMITS_ON_CHIP: what hides keys of a lane is in shared memory, as few blocks of rows need it; where no product reads that slab of V any
 // more, there.
 constexpr bool FEW_LEFT = ALIBI && BR == 64 && (LOWER || HAS_BOUNDS);  // registers
-constexpr int V_HELD = SOFTCAP ? 0 : FEW_LEFT ? 2 : APART ? !BAND && (BY_SIGN || FUSED && PACKED) ? 2 : STORES || FUSED && (FIRST_STORES || PACKED) ? 1 : 3 : BR == 128 ? TO_V / SUM : 4;
+constexpr int V_HELD = SOFTCAP ? 0 : FEW_LEFT ? 2 : APART ? !BAND && BY_SIGN ? 2 : STORES || FUSED && FIRST_STORES ? 1 : 3 : BR == 128 ? TO_V / SUM : 4;
 constexpr bool LIMITS_ON_CHIP = BAND && !PAIRED && (BR == 64 || APART) && !SOFTCAP && !FEW_LEFT;
 constexpr bool ROWS_FIRST = BR == 64;  // lse is read before S is there, delta before the first of it is needed: faster there, slower elsewhere
 // dP begins with -delta instead of 0: APART, where warpgroups do not wait for each other, so that its rows are read before products begin, not behind
@@ -374,7 +374,7 @@ __device__ __forceinline__ void add_all(const Call& call, const Work& work, cons
     }
     if constexpr (FUSED) {
         await_stores<0>();
-        pass_turn(added(call, counted_head(call, work)));
+        pass_turn(added(call, work.b * (unsigned)call.Hkv + work.h));
     }
 }
 
@@ -497,7 +497,7 @@ __device__ __forceinline__ void add_apart(const Call& call, const Work& work, co
         nth = next_head(work, nth, i0);
     }
     if (FUSED && speaks_for_all())
-        pass_turn(added(call, counted_head(call, work)));
+        pass_turn(added(call, work.b * (unsigned)call.Hkv + work.h));
 }
 
 // DIVIDED: leave a share of dK and dV in device memory, in the order of the registers. Who comes last has the sums of all then, in the order of rows.
@@ -1099,7 +1099,7 @@ extern "C" __global__ void __launch_bounds__(KEYS_THREADS, 1) CLUSTER fa2_backwa
         fence_shared();
     }
     const Work work = work_of(call);
-    if (PACKED && !FUSED && work.j0 >= work.kv_length)
+    if (PACKED && work.j0 >= work.kv_length)
         return;
     // Barriers are there
     if constexpr (PAIRED)
@@ -1119,7 +1119,7 @@ extern "C" __global__ void __launch_bounds__(KEYS_THREADS, 1) CLUSTER fa2_backwa
         if constexpr (FUSED) {
             // For as many blocks of threads as there are blocks of keys, if there are more
             const unsigned warp = threadIdx.x / WARP_LANES, ahead = blockIdx.x + (unsigned)call.ahead, behind = (unsigned)call.behind;
-            const unsigned blocks = (unsigned)((PACKED ? 1 : call.B) * call.Hkv * call.blocks);
+            const unsigned blocks = (unsigned)(call.B * call.Hkv * call.blocks);
             if constexpr (PAIRED) {
                 if (threadIdx.x == 3 * WARP_LANES)
                     exchange(argument, work, on_chip, barriers);
@@ -1141,8 +1141,7 @@ extern "C" __global__ void __launch_bounds__(KEYS_THREADS, 1) CLUSTER fa2_backwa
         add_apart(call, work, on_chip, barriers);
     } else {
         take_registers<COMPUTING_REGISTERS>();
-        if (!(PACKED && FUSED) || work.j0 < work.kv_length)
-            compute_all(call, work, on_chip, barriers);
+        compute_all(call, work, on_chip, barriers);
     }
 }
 

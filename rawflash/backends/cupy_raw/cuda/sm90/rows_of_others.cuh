@@ -7,22 +7,18 @@
 // their rows, and how many have added all they have to dQ. Nobody waits for a block of threads that comes later.
 
 // Blocks of rows that a block of threads prepares or finishes, of each query head that shares its keys; h and block: which one is next, of so many
-// that are left. It lies on chip, as few registers are left. PACKED: blocks are those of all sequences in one line (in_line), of which the next one
-// has so many rows from `row` on; where it has none it is nobody's.
+// that are left. It lies on chip, as few registers are left.
 struct Share {
     unsigned head;
     int b, h, block, from, to, left;
-    int rows;
-    __device__ __forceinline__ volatile int& row() volatile { return b; }  // of arrays that have one batch entry
 };
-static_assert(sizeof(Share) == 32, "what tiling.py says of shares");
 
 // Of a head's blocks of rows, how many are for the blocks of keys before this one: as many for each, or fewer where fewer rows see them.
 __device__ __forceinline__ int rows_before(const Call& call, unsigned block)
 {
     const int rows = (int)blocks_of_head(call);
     float rest = (float)((unsigned)call.blocks - block) / (float)(unsigned)call.blocks;
-    if (BAND && !PACKED && call.band_lower <= -call.Tk)
+    if (BAND && call.band_lower <= -call.Tk)
         rest *= rest;
     return rows - (int)((float)rows * rest);
 }
@@ -30,24 +26,13 @@ __device__ __forceinline__ int rows_before(const Call& call, unsigned block)
 __device__ __forceinline__ void find_share(const Call& call, unsigned index, volatile Share& share)
 {
     const KeyBlock place = key_block(call, index);
-    const unsigned b = divided(place.head, call.by_key_heads), h = place.head - b * (unsigned)call.Hkv, block = PACKED ? place.line : place.block;
-    share.head = PACKED ? h : place.head;
+    share.head = place.head;
+    const unsigned b = divided(place.head, call.by_key_heads);
     share.b = (int)b;
-    share.h = (int)h * (int)call.group;
-    share.block = share.from = rows_before(call, block);
-    share.to = rows_before(call, block + 1);
+    share.h = (int)(place.head - b * (unsigned)call.Hkv) * (int)call.group;
+    share.block = share.from = rows_before(call, place.block);
+    share.to = rows_before(call, place.block + 1);
     share.left = (share.to - share.from) * (int)call.group;
-}
-
-// By one lane.
-__device__ __forceinline__ void find_rows(const Call& call, volatile Share& share)
-{
-    if constexpr (PACKED) {
-        const InLine place = in_line<BR>(call, call.cu_seqlens_q, call.rows_q, share.block);
-        const int start = (int)clamp(entry(call.cu_seqlens_q, place.b, 0), 0, call.rows_q);
-        share.row() = start + place.block * BR;
-        share.rows = place.block < 0 ? 0 : (int)clamp(entry(call.cu_seqlens_q, place.b + 1, 0), start, call.rows_q) - share.row();
-    }
 }
 
 __device__ __forceinline__ void next_block(volatile Share& share)
@@ -61,12 +46,9 @@ __device__ __forceinline__ void next_block(volatile Share& share)
 __device__ __forceinline__ unsigned* prepared(const Call& call, unsigned head) { return call.counters + head; }
 __device__ __forceinline__ unsigned* added(const Call& call, unsigned head) { return call.counters + call.B * call.Hkv + head; }
 
-// Of those that counters are of.
-__device__ __forceinline__ unsigned counted_head(const Call& call, const Work& work) { return PACKED ? work.h : work.b * (unsigned)call.Hkv + work.h; }
-
 __device__ __forceinline__ void await_prepared(const Call& call, const Work& work)
 {
-    const unsigned head = counted_head(call, work), blocks = (unsigned)call.blocks;
+    const unsigned head = work.b * (unsigned)call.Hkv + work.h, blocks = (unsigned)call.blocks;
     if (head * blocks >= (unsigned)call.ahead)  // whole heads are ahead
         await_turn(prepared(call, head), blocks);
 }
@@ -124,18 +106,13 @@ __device__ __forceinline__ void prepare_rows(const MappedCall& argument, unsigne
 #pragma unroll 1
     while (share.left > 0) {
         float gamma[LANE_ROWS] = {};
-        if constexpr (PACKED) {
-            if (lane == 0)
-                find_rows(call, share);
-            __syncwarp();
-        }
 #pragma unroll 1
-        for (int slab = 0; slab < (PACKED && share.rows <= 0 ? 0 : SLABS); slab++, parity ^= 1) {
-            const int h = share.h, b = PACKED ? 0 : share.b, block = share.block, row = PACKED ? share.row() : block * BR;
+        for (int slab = 0; slab < SLABS; slab++, parity ^= 1) {
+            const int h = share.h, b = share.b, block = share.block;
             if (lane == 0) {
                 arrive_expecting(barrier, PREPARED_BYTES);
-                copy_box(place, argument.map[MAP_O], barrier, slab * SLAB, row, h, b);
-                copy_box(place + PREPARED_BYTES / 2, argument.map[MAP_DO], barrier, slab * SLAB, row, h, b);
+                copy_box(place, argument.map[MAP_O], barrier, slab * SLAB, block * BR, h, b);
+                copy_box(place + PREPARED_BYTES / 2, argument.map[MAP_DO], barrier, slab * SLAB, block * BR, h, b);
             }
             constexpr int VECTORS = BR * TO_D / LANE_NUMBERS / SLABS;
             float4* const sums = (float4*)sums_of_block(call, first_block(call, b, h, 0) + block) + slab * VECTORS + lane_again();
@@ -165,18 +142,17 @@ __device__ __forceinline__ void prepare_rows(const MappedCall& argument, unsigne
         }
 #pragma unroll
         for (int r = 0; r < LANE_ROWS; r++) {
-            const int row = r * WARP_LANES + lane_again(), i = (PACKED ? share.row() : share.block * BR) + row;
-            const int b = PACKED ? 0 : share.b;
-            const bool exists = PACKED ? row < share.rows : i < (int)call.Tq;
+            const int row = r * WARP_LANES + lane_again(), i = share.block * BR + row;
+            const bool exists = i < (int)call.Tq;
             if (DLSE && exists)
-                gamma[r] -= *row_of(call.dlse, b, share.h, i);
+                gamma[r] -= *row_of(call.dlse, share.b, share.h, i);
             if constexpr (PAIRED) {
                 const unsigned blocks = (once_more((unsigned)call.Tq) + 2 * BR - 1) / (2 * BR) * 2;
                 store_record(record_of_block(call, (share.b * (unsigned)call.Hq + share.h) * blocks + share.block), row,
                              exists ? *row_of(call.lse, share.b, share.h, i) : -INFINITE, exists ? gamma[r] : 0.0f);
                 __syncwarp();  // one row after the other, as registers are few
             } else if (exists) {
-                *row_of(call.delta, b, share.h, i) = gamma[r];
+                *row_of(call.delta, share.b, share.h, i) = gamma[r];
             }
         }
         __syncwarp();
@@ -208,18 +184,12 @@ __device__ __forceinline__ void finish_rows(const MappedCall& argument, unsigned
     int parity = 0;
 #pragma unroll 1
     while (share.left > 0) {
-        if constexpr (PACKED) {
-            if (lane == 0)
-                find_rows(call, share);
-            __syncwarp();
-        }
 #pragma unroll 1
-        for (int patch = 0; patch < (PACKED && share.rows <= 0 ? 0 : PATCHES); patch++, parity ^= 1) {
+        for (int patch = 0; patch < PATCHES; patch++, parity ^= 1) {
             if (lane == 0) {
                 await_stores_read<0>();
                 arrive_expecting(barrier, PATCH * 4);
-                copy_bulk(sums, sums_of_block(call, first_block(call, PACKED ? 0 : share.b, share.h, 0) + share.block) + patch * PATCH, barrier,
-                          PATCH * 4);
+                copy_bulk(sums, sums_of_block(call, first_block(call, share.b, share.h, 0) + share.block) + patch * PATCH, barrier, PATCH * 4);
             }
             await(barrier, parity);
             unsigned from = shared_address(sums) + lane * VECTOR_BYTES;
@@ -235,15 +205,8 @@ __device__ __forceinline__ void finish_rows(const MappedCall& argument, unsigned
                 }
             fence_shared();
             __syncwarp();
-            const int column = BY_COLUMNS ? patch * SLAB : 0, later = BY_COLUMNS ? 0 : patch * 64;
-            if (PACKED && share.rows < later + 64) {  // a box would reach into the next sequence
-                for (int x = lane; x < (share.rows - later) * (SLAB / 8); x += WARP_LANES)
-                    if (column + x % 8 * 8 < D)
-                        *(uint4*)(row_of(call.dq, 0, share.h, share.row() + later + x / 8) + column + x % 8 * 8) =
-                            *(const uint4*)(place + in_slab(x / 8, x % 8));
-                __syncwarp();
-            } else if (lane == 0) {
-                store_box(argument.map[MAP_DQ], place, column, (PACKED ? share.row() : share.block * BR) + later, share.h, PACKED ? 0 : share.b);
+            if (lane == 0) {
+                store_box(argument.map[MAP_DQ], place, BY_COLUMNS ? patch * SLAB : 0, share.block * BR + (BY_COLUMNS ? 0 : patch * 64), share.h, share.b);
                 commit_stores();
             }
         }
