@@ -576,7 +576,7 @@ def _wgmma_keys(problem: Problem, chip: Chip, d: int, dv: int, lag: int) -> Tile
     )  # fmt: skip
     query_blocks, key_blocks = (_padded(n, 1 + paired) for n in (query_blocks, key_blocks))
     divided, processors = Divided(), chip.processors or WGMMA_PROCESSORS
-    has_sums, folded = not (fused and band or fused and apart) and _has_sums(problem, processors, bc), False
+    has_sums, folded = not (fused and (band or apart)) and _has_sums(problem, processors, bc), False
     if has_sums and band:
         divided, folded = _folded(problem, processors, br, bc)
     elif not fused:
