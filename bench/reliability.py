@@ -145,7 +145,7 @@ def planned_as_many() -> contextlib.AbstractContextManager[None]:
 
 def planned_as_few() -> contextlib.AbstractContextManager[None]:
     """Backward passes inside are planned as they are, and short ones in a fixed order as long ones: ``_has_sums``."""
-    return _planned(WGMMA_SUMS_KEYS=0)
+    return _planned(WGMMA_SUMS_KEYS={False: (0, 0), True: (0, 0)})
 
 
 def planned_as_long(lag: float = 0.0) -> contextlib.AbstractContextManager[None]:

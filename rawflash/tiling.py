@@ -139,15 +139,23 @@ WGMMA_TOGETHER, WGMMA_TOGETHER_ROWS = {0: 4, 1: 8}, 512
 # In a fixed order such rows go down; up to so many, times the square of the query heads of a key head, no pairs.
 WGMMA_DOWN_ROWS = 512
 # Several sums of dQ in a fixed order: up to so many blocks of keys for each multiprocessor (by the wider of d and dv;
-# whether there is a mask), under a mask, and where turns are rare without one, from so many of a head on; with at most
-# so many times as many rows as keys, or keys as rows; and up to so many bytes of all of them. Different ones of
-# neighbouring blocks of keys: where there are so many blocks of rows for each of those for each multiprocessor (in
-# cuda/sm90/fa2_backward.cu; fa2_backward_wide.cu).
-WGMMA_SUMS: dict[int, tuple[float, float]] = {64: (8.0, 8.0), 128: (4.0, 2.5), 256: (8.0, 12.0)}
-WGMMA_SUMS_KEYS, WGMMA_SUMS_UNEVEN, WGMMA_SUMS_BYTES, WGMMA_SUMS_ROWS = 12, 8.0, 1 << 30, (12.0, 10.0)
+# whether there is a mask); from so many of a head on, and so many where they would be FOLDED, or without a mask where
+# they are more than so many for each multiprocessor (by whether there is a mask); with at most so many times as many
+# rows as keys, or keys as rows; up to so many bytes of all of them; and under a mask with at most so many query heads
+# of a key head (by whether there are more than 64 columns), or BY_HEAD up to so many blocks for each multiprocessor.
+WGMMA_SUMS: dict[int, tuple[float, float]] = {64: (8.0, 8.0), 128: (4.0, 3.0), 256: (8.0, 12.0)}
+WGMMA_SUMS_KEYS, WGMMA_SUMS_SHORT = {False: (4, 12), True: (8, 12)}, 2.0
+WGMMA_SUMS_UNEVEN, WGMMA_SUMS_BYTES = 8.0, 1 << 30
+WGMMA_SUMS_GROUP, WGMMA_SUMS_BY_HEAD = {False: 4, True: 2}, 3.0
+# Different ones of neighbouring blocks of keys: where there are so many blocks of rows for each of those for each
+# multiprocessor (in cuda/sm90/fa2_backward.cu; fa2_backward_wide.cu); of many columns not where sections of two for
+# each multiprocessor (so many, which the last one may exceed) are more than two and have fewer on average. No pairs
+# up to so many.
+WGMMA_SUMS_ROWS, WGMMA_SUMS_WAVES, WGMMA_SUMS_SINGLY = (12.0, 10.0), (2.1, 1.65), 0.25
 # FOLDED: up to so many for each multiprocessor (of a head with fewer blocks of keys than so many; or more). DIAGONAL:
-# so many parts at most.
-WGMMA_FOLDED, WGMMA_FOLDED_KEYS, WGMMA_DIAGONALS = (1.3, 1.5), 32, 8
+# so many parts at most, if all of them run at once; so many, if those that have rows do, and all are not more than so
+# many times what runs at once.
+WGMMA_FOLDED, WGMMA_FOLDED_KEYS, WGMMA_DIAGONALS = (1.3, 1.5), 32, (8, 4, 1.5)
 # Of rows that see a block of keys, on average: from so many on two blocks of threads go through them together; in a
 # fixed order wherever they can. Of an odd number of blocks of keys the last one is beside one that does not exist: from
 # so many on (by whether there is a fixed order, and a mask).
@@ -553,7 +561,7 @@ def _wgmma_backward(problem: Problem, chip: Chip) -> Tiles:
     # In a fixed order it takes longer from one turn to the next than a step of 64 rows, unless in pairs; where rows can
     # go down it does not
     slow = problem.deterministic and fused.br < WGMMA_BACKWARD_APART and not paired
-    slow |= dict(alone.constants)["SUMS"] > 1 and (band or not paired)
+    slow |= dict(alone.constants)["SUMS"] > 1 and (band or not paired or blocks <= WGMMA_SUMS_SINGLY * processors)
     slow |= rows_down(problem) and max(problem.Tq, problem.Tk) <= WGMMA_DOWN_ROWS * problem.group**2
     return alone if few or slow or _together(problem, paired) or fused.smem_bytes > chip.on_chip_bytes else fused
 
@@ -577,11 +585,13 @@ def _wgmma_keys(problem: Problem, chip: Chip, d: int, dv: int, lag: int) -> Tile
     query_blocks, key_blocks = (_padded(n, 1 + paired) for n in (query_blocks, key_blocks))
     divided, processors = Divided(), chip.processors or WGMMA_PROCESSORS
     has_sums, folded = not (fused and (band or apart)) and _has_sums(problem, processors, bc), False
+    by_head = has_sums and _is_by_head(problem, processors, bc)
+    of = replace(problem, Hkv=problem.Hq) if by_head else problem  # each query head as if it had keys of its own
     if has_sums and band:
-        divided, folded = _folded(problem, processors, br, bc)
+        divided, folded = _folded(of, processors, br, bc)
     elif not fused:
         divided = _divided_by_heads(problem, processors, br, bc)
-    down = not fused and rows_down(problem)
+    down = not (fused or has_sums) and rows_down(problem)
     together = not fused and (divided.threads > 0 or _together(problem) or down or has_sums and band)
     if not (band or together) and (fused or has_sums):
         divided = _divided(problem.B * problem.Hkv * key_blocks, query_blocks, problem.group, processors, 1 + paired)
@@ -590,9 +600,9 @@ def _wgmma_keys(problem: Problem, chip: Chip, d: int, dv: int, lag: int) -> Tile
     stores = _stores(problem) and not (paired or together)
     first_stores = problem.deterministic and (not fused or paired or apart and band)  # else no registers for it
     last_first = stores or problem.deterministic and _has_upper_end(problem) and not down or has_sums
-    sums = _sums(problem, processors, br, bc, divided, folded) if has_sums else NO_SUMS
-    turns_apart = problem.deterministic and band and not (fused or apart)
-    by_keys = (br, d) == (WGMMA_ROWS, WGMMA_SLAB)  # each half of them has dQ of its own
+    sums = _sums(of, processors, br, bc, divided, folded, paired) if has_sums else NO_SUMS
+    by_keys = _is_by_keys(problem)  # each half of them has dQ of its own
+    turns_apart = problem.deterministic and (band or by_keys) and not (fused or apart)
     resident = (
         *((Tile("delta", 8, WGMMA_SLAB, 2),) if paired else ()),  # in three parts of 16 bits: rows of a slab
         Tile("K", bc, d, 2),
@@ -617,8 +627,11 @@ def _wgmma_keys(problem: Problem, chip: Chip, d: int, dv: int, lag: int) -> Tile
     )
     return Tiles(br, bc, resident, chip.name, chip.on_chip_bytes, JI, family=WGMMA, lag=lag, divided=divided,
                  constants=(("FUSED", int(fused)), ("APART", int(apart)), ("STORES", int(stores)),
-                            ("DIVIDED", int(divided.threads > 0)), ("TOGETHER", int(together)), ("PAIRED", paired),
+                            ("DIVIDED", int(divided.threads > 0 or by_head)), ("TOGETHER", int(together)),
+                            ("PAIRED", paired),
                             ("LAST_FIRST", int(last_first)), ("FIRST_STORES", int(first_stores)), *sums.items(),
+                            ("SETS", _sets_of_sums(problem)), ("BY_HEAD", int(by_head)),
+                            ("ONE_HEAD", int(by_head or _is_one_head(problem, has_sums))),
                             ("LOWER", int(problem.band.lower is not None))))  # fmt: skip
 
 
@@ -668,33 +681,71 @@ def _has_sums(problem: Problem, processors: int, bc: int) -> bool:
     """In a fixed order, does dQ have several sums, so that the blocks of keys of few heads, many of which run at once,
     need not wait for each other (SUMS in cuda/sm90/backward.cuh)?"""
     blocks, columns, band = -(-problem.Tk // bc), max(problem.d, problem.dv), problem.has_band
-    waves = next(most for width, most in WGMMA_SUMS.items() if columns <= width)[band]
-    few = problem.B * problem.Hkv * blocks <= waves * processors and 2 * _bytes_of_sums(problem) <= WGMMA_SUMS_BYTES
+    # Under a mask other columns than 128 have no pairs
+    width = problem.d if band and not is_wide(problem) else columns
+    most = next(most for most_columns, most in WGMMA_SUMS.items() if width <= most_columns)[band]
+    few = problem.B * problem.Hkv * blocks <= most * processors and 2 * _bytes_of_sums(problem) <= WGMMA_SUMS_BYTES
     uneven = not 1 / WGMMA_SUMS_UNEVEN <= problem.Tq / problem.Tk <= WGMMA_SUMS_UNEVEN
     if not (problem.deterministic and few) or problem.varlen or uneven:
         return False
     # Where turns take less than from one block of keys to the next, short calls gain less than sums cost
-    short = blocks < WGMMA_SUMS_KEYS and (band or WGMMA_SLAB < columns <= bc)
-    return not short and (not band or _has_upper_end(problem) and problem.group == 1)
+    least, usual = WGMMA_SUMS_KEYS[band]
+    waves, narrow = problem.B * problem.Hkv * blocks / processors, columns <= bc
+    if band:
+        short = blocks < least or narrow and blocks < usual and 0.5 < waves <= WGMMA_FOLDED[False]
+    else:
+        short = WGMMA_SLAB < columns <= bc and (blocks < least or blocks < usual and waves > WGMMA_SUMS_SHORT)
+    # With more query heads than so many of a key head those before the last keys are far from others' rows, not in L2
+    far = band and problem.group > WGMMA_SUMS_GROUP[columns > WGMMA_SLAB] and not _is_by_head(problem, processors, bc)
+    return not (short or far) and (not band or _has_upper_end(problem))
+
+
+def _is_by_head(problem: Problem, processors: int, bc: int) -> bool:
+    """Do query heads that share keys have blocks of threads of their own then (BY_HEAD there), as there are few?"""
+    blocks = problem.B * problem.Hkv * -(-problem.Tk // bc)
+    few = blocks <= processors // 2 < blocks * problem.group <= WGMMA_SUMS_BY_HEAD * processors
+    return few and problem.has_band and problem.group > 1 and not is_wide(problem)
+
+
+def _is_one_head(problem: Problem, has_sums: bool) -> bool:
+    """Does each block of keys have the rows of one query head, where those of all would come together else?"""
+    return has_sums and problem.has_band and problem.group == 1
 
 
 def _bytes_of_sums(problem: Problem) -> int:
-    return problem.B * problem.Hq * problem.Tq * _padded(problem.d, WGMMA_SLAB) * 4
+    """Of one of them, in blocks of the most rows that these have."""
+    rows, columns = _padded(problem.Tq, max(WGMMA_BACKWARD.values())), _padded(problem.d, WGMMA_SLAB)
+    return problem.B * problem.Hq * rows * columns * 4 * _sets_of_sums(problem)
 
 
-def _sums(problem: Problem, processors: int, br: int, bc: int, divided: Divided, folded: bool) -> dict[str, int]:
+def _is_by_keys(problem: Problem) -> bool:
+    """Does each warpgroup of cuda/sm90/fa2_backward.cu compute dQ of all 64 rows and columns, from its own keys?"""
+    few = problem.d <= WGMMA_SLAB and not is_wide(problem)
+    return few and (problem.softcap is not None or problem.dv > WGMMA_SLAB)
+
+
+def _sets_of_sums(problem: Problem) -> int:
+    """Each of these has sums of its own in a fixed order, so that neither waits for the other."""
+    return 1 + int(problem.deterministic and _is_by_keys(problem))
+
+
+def _sums(
+    problem: Problem, processors: int, br: int, bc: int, divided: Divided, folded: bool, paired: int
+) -> dict[str, int]:
     """How many: of neighbouring blocks of keys different ones, if the next one comes to some rows a single step behind
     this one, in which it may not yet have its turn, and if calls are long enough for what more sums cost."""
     rows, blocks, band = -(-problem.Tq // br), problem.B * problem.Hkv * -(-problem.Tk // bc), problem.has_band
     waves, are_alike, wide = blocks / processors, divided.others >= blocks, is_wide(problem)
     of_rows = divided.parts // min(divided.parts, problem.group) if are_alike else 1
-    diagonal = band and are_alike
-    parts, steps = (of_rows, bc / br) if diagonal else (2, bc / br / of_rows)
+    of_heads = problem.group if band else 1  # whose rows come together
+    parts, steps = (divided.parts, bc / br * of_heads) if band and are_alike else (2, bc / br / of_rows * of_heads)
     if wide:
         more = rows >= WGMMA_SUMS_ROWS[True] * (min(waves, 2.0) if band else waves)
+        turns = -(-waves // WGMMA_SUMS_WAVES[0])
+        more &= not (band and turns > 2 and waves < WGMMA_SUMS_WAVES[1] * turns)
     else:
-        more = problem.group == 1 and (band or waves <= WGMMA_FOLDED[True]) and rows >= WGMMA_SUMS_ROWS[False] * waves
-    residues = 1 if steps >= 2 or not more or parts > WGMMA_HEADS_FEW else 2 if steps >= 0.5 else 4
+        more = (band or problem.group == 1 and waves <= WGMMA_FOLDED[True]) and rows >= WGMMA_SUMS_ROWS[False] * waves
+    residues = 1 if steps * (1 + paired) >= 2 or not more or parts > WGMMA_HEADS_FEW else 2 if steps >= 0.5 else 4
     if parts * residues * _bytes_of_sums(problem) > WGMMA_SUMS_BYTES:
         residues = 1
     return {"SUMS": parts * residues, "RESIDUES": residues, "FOLDED": int(folded)}
@@ -712,8 +763,10 @@ def _folded(problem: Problem, processors: int, br: int, bc: int) -> tuple[Divide
     if heads * keys > processors // 2:
         fits = heads * keys <= WGMMA_FOLDED[keys >= WGMMA_FOLDED_KEYS] * processors
         return (Divided(heads * (keys // 2), 0, 2), True) if fits else (Divided(), False)
-    held = WGMMA_SUMS_BYTES // _bytes_of_sums(problem)
-    most = max(min(WGMMA_DIAGONALS, held), 2)
+    # Most of those without rows come first in the grid: with more than run at once others would begin late for them
+    held, at_once = WGMMA_SUMS_BYTES // _bytes_of_sums(problem), processors / (heads * keys)
+    few, least, more = WGMMA_DIAGONALS
+    most = max(min(few, max(int(at_once), min(least, int(more * at_once))), held), 2)
     parts = max((n for n in range(2, most + 1) if blocks_of_threads(n) <= processors), default=2)
     return Divided(0, heads * keys, parts), False
 
@@ -817,10 +870,10 @@ def _wgmma_wide(problem: Problem, chip: Chip, d: int, dv: int, stages: int, hand
     )
     processors = chip.processors or WGMMA_PROCESSORS
     has_sums = _has_sums(problem, processors, bc)
-    sums = _sums(problem, processors, br, bc, Divided(), False) if has_sums else NO_SUMS
+    sums = _sums(problem, processors, br, bc, Divided(), False, 0) if has_sums else NO_SUMS
     last_first = in_order and _has_upper_end(problem) and not rows_down(problem) or has_sums
     constants = {"STAGES": stages, "P_TILES": handed, "DQ_COLUMNS": WGMMA_WIDE_DQ, "FIRST_STORES": int(in_order),
-                 "LAST_FIRST": int(last_first), **sums}  # fmt: skip
+                 "LAST_FIRST": int(last_first), **sums, "ONE_HEAD": int(_is_one_head(problem, has_sums))}  # fmt: skip
     tiles = Tiles(
         br, bc, resident, chip.name, chip.on_chip_bytes, JI, family=WGMMA, constants=tuple(constants.items())
     )  # fmt: skip

@@ -152,8 +152,8 @@ def cases():
 AS_THEY_ARE = {name: getattr(tiling, name) for name in (
     "WGMMA_FEWEST", "WGMMA_FUSED", "WGMMA_FUSED_KEYS", "WGMMA_FUSED_LAG", "WGMMA_FUSED_ROWS",
     "WGMMA_FUSED_IN_ORDER", "WGMMA_FUSED_STORED", "WGMMA_PAIRED_ROWS", "WGMMA_PAIRED_ODD", "WGMMA_STORED",
-    "WGMMA_STORED_HEADS", "WGMMA_TOGETHER", "WGMMA_SUMS", "WGMMA_SUMS_KEYS", "WGMMA_SUMS_ROWS", "_divided",
-    "_divided_by_heads", "_folded",
+    "WGMMA_STORED_HEADS", "WGMMA_TOGETHER", "WGMMA_SUMS", "WGMMA_SUMS_KEYS", "WGMMA_SUMS_ROWS",
+    "WGMMA_SUMS_SINGLY", "WGMMA_SUMS_GROUP", "_divided", "_divided_by_heads", "_folded", "_is_by_head",
 )}  # fmt: skip
 
 
@@ -174,7 +174,10 @@ def plan_for(name):
     if "several sums" not in name:
         changed["WGMMA_SUMS"] = {256: (0.0, 0.0)}
     else:
-        changed |= {"WGMMA_SUMS_KEYS": 0, "WGMMA_SUMS_ROWS": (0.0 if "residues" in name else math.inf,) * 2}
+        changed |= {"WGMMA_SUMS_KEYS": {False: (0, 0), True: (0, 0)}, "WGMMA_SUMS_SINGLY": 0.0,
+                    "WGMMA_SUMS_GROUP": {False: math.inf, True: math.inf},
+                    "WGMMA_SUMS_ROWS": (0.0 if "residues" in name else math.inf,) * 2,
+                    "_is_by_head": lambda *_: "each head" in name}  # fmt: skip
         changed["_folded"] = lambda p, *_: next((x for word, x in ways(p).items() if word in name), None)
     paired = "pairs" in name
     if "divided" in name:
@@ -182,8 +185,8 @@ def plan_for(name):
                     "_divided": lambda *_: tiling.Divided(2, 3 + paired, 3)}  # fmt: skip
     if paired:
         changed |= {"WGMMA_PAIRED_ROWS": 0, "WGMMA_PAIRED_ODD": defaultdict(int)}
-    for name, value in (AS_THEY_ARE | changed).items():
-        setattr(tiling, name, value)
+    for table, value in (AS_THEY_ARE | changed).items():  # not `name`, which functions there ask for later
+        setattr(tiling, table, value)
 
 
 def ways(problem):
@@ -260,6 +263,14 @@ def halves():
             Hq=2, d=128, dtype="float16", causal=True, deterministic=True),
         "warpgroups, several sums, diagonal": tall | dict(
             Hq=2, d=64, dtype="bfloat16", causal=True, deterministic=True),
+        "warpgroups, several sums, d < dv": tall | dict(Hq=2, d=64, dv=128, dtype="bfloat16", deterministic=True),
+        "warpgroups, several sums, late, groups": tall | dict(d=64, dtype="float16", causal=True, deterministic=True),
+        "warpgroups, several sums, late, each head": tall | dict(
+            d=64, dtype="bfloat16", causal=True, deterministic=True),
+        "warpgroups, several sums, folded, each head, d = 128": tall | dict(
+            d=128, dtype="bfloat16", causal=True, deterministic=True),
+        "warpgroups, wide, several sums, late, groups": tall | dict(
+            d=192, dv=128, dtype="bfloat16", causal=True, deterministic=True),
         "warpgroups, rows of others, pairs, several sums": tall | dict(
             Hq=2, d=128, dtype="bfloat16", deterministic=True),
         "warpgroups, wide, several sums, residues": tall | dict(

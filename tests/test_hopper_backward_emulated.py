@@ -512,6 +512,8 @@ FUSED = {
     "more rows than keys": dict(B=1, Hq=5, Tq=600, Tk=100, d=128),
     "rows without keys": dict(B=1, Hq=5, Tq=300, Tk=70, d=64, causal=True),
     "other columns": dict(B=1, Hq=5, Tq=200, Tk=200, d=72, dv=40),
+    "no row sees a key": dict(B=1, Hq=5, Tq=256, Tk=256, d=64, causal=True, q_offset=-5000),
+    "no row sees a key, d = 128": dict(B=1, Hq=5, Tq=256, Tk=256, d=128, causal=True, q_offset=-5000),
     "few columns": dict(B=1, Hq=5, Tq=200, Tk=200, d=32, dv=8, causal=True),
     "d > dv": dict(B=1, Hq=5, Tq=140, Tk=200, d=128, dv=64),
 }
@@ -537,7 +539,8 @@ def heads(monkeypatch):
     def counted(self, kernel, blocks, *arguments, **more):
         if kernel in found:
             rows = launch.DELTA_ROWS if kernel == "row_deltas" else 64 if self.problem.d > 64 else 128
-            found[kernel].append(blocks / launch.blocks_of(self.problem.Tq, rows))
+            each = fa2_backward.QUARTERS if kernel == "fa2_backward_finish" else 1
+            found[kernel].append(blocks / each / launch.blocks_of(self.problem.Tq, rows))
         return run(self, kernel, blocks, *arguments, **more)
 
     monkeypatch.setattr(launch.Launcher, "run", counted)
@@ -878,8 +881,11 @@ def test_a_schedule_is_found_once(device_by_name, monkeypatch, taken):
     (dict(Hq=8, T=4096, d=256, causal=False, deterministic=True), 4),
     # Grouped, in a fixed order: so many query heads
     (dict(B=8, Hq=32, Hkv=8, T=2048, deterministic=True), 16), (dict(Hq=32, Hkv=8, T=2048, deterministic=True), 8),
-    (dict(B=8, Hq=32, Hkv=2, T=2048, d=64, deterministic=True), 4), (dict(Hq=96, Hkv=1, T=2048, deterministic=True), 1),
+    (dict(B=8, Hq=32, Hkv=2, T=2048, d=64, deterministic=True), 16),
+    (dict(Hq=96, Hkv=1, T=2048, deterministic=True), 1),
     (dict(B=8, Hq=16, Hkv=8, T=2048, d=256, deterministic=True), 4),
+    (dict(Hq=32, Hkv=8, T=2048, d=256, deterministic=True), 8),
+    (dict(Hq=10, T=8192, deterministic=True), 10), (dict(Hq=16, T=8192, deterministic=True), 4),
     (dict(B=8, Hq=32, Hkv=2, T=2048, d=256, deterministic=True), 1),
 ])  # fmt: skip
 def test_sections_by_when_they_end(options, section, monkeypatch):
@@ -932,13 +938,14 @@ BROKEN_DIVIDED = {
 BROKEN_STORED = {
     "": ("causal", "", ""),
     "nothing is stored": (
-        "causal, d = 128", "if (stores && !(BY_KEYS && n > 0))", "if (false)"),
+        "causal, d = 128", "if (stores)\n                store_bulk", "if (false)\n                store_bulk"),
     "keys that no row sees come where zeros are": (
         "keys that no row sees, d = 128", "{  // their copies are to end before others are where they come\n"
         "        await(barriers + K_THERE, 0);\n        await(barriers + V_THERE, 0);", "{"),
-    "nothing is stored, d = 64": ("causal", "if (stores)", "if (false)"),
+    "nothing is stored, d = 64": (
+        "causal", "if (stores)\n                    *sums", "if (false)\n                    *sums"),
     "too much is stored": (
-        "causal, d = 128", "if (stores && !(BY_KEYS && n > 0))", "if (true)"),
+        "causal, d = 128", "if (stores)\n                store_bulk", "if (true)\n                store_bulk"),
     "too much is stored, d = 64": ("causal", "if (stores)", "if (true)"),
     "it is said before all is stored": (
         "causal, d = 128", "await_stores<0>();\n    unsigned* const blocks", "unsigned* const blocks"),
@@ -983,7 +990,7 @@ BROKEN_BY_HEADS = {
     "heads go on past the last": (
         "groups, d = 128", "? nth + 1 : 0;", "? nth + 1 : nth + 1;"),
     "shares are counted where turns are": (
-        "deterministic", "(unsigned*)call.sums - 1 - (part.block", "call.counters + (part.block"),
+        "deterministic", "(unsigned*)call.sums - 1 - counted", "call.counters + counted"),
     "keys without a step have no share": (
         "fewer rows than parts", "if (part.count == 1)\n        return true;",
         "if (part.count == 1 || work_of(call).steps == 0)\n        return true;"),
@@ -1155,10 +1162,10 @@ BROKEN_IN_ORDER = {
     "all store, pairs": ("pairs", "FIRST_STORES && turn == 0", "true"),
     "all store": ("last keys first", "FIRST_STORES && turn == 0", "true"),
     "all store, d = 128": ("last keys first, d = 128", "FIRST_STORES && turn == 0", "true"),
-    "sums of either half of the keys are stored": (
-        "d < dv", "if (stores && !(BY_KEYS && n > 0))", "if (stores)"),
-    "sums of either half of the keys are stored, softcap": (
-        "softcap, last keys first", "if (stores && !(BY_KEYS && n > 0))", "if (stores)"),
+    "warpgroups add to the same sums": (
+        "d < dv", "(BY_KEYS && SETS == 1 ? 0 : n * PATCH)", "(BY_KEYS ? 0 : n * PATCH)"),
+    "warpgroups add to the same sums, softcap": (
+        "softcap, last keys first", "(BY_KEYS && SETS == 1 ? 0 : n * PATCH)", "(BY_KEYS ? 0 : n * PATCH)"),
     "nobody stores, softcap": ("softcap", "FIRST_STORES && turn == 0", "false"),
     "all store, softcap": ("softcap, last keys first", "FIRST_STORES && turn == 0", "true"),
     "nobody stores, groups": ("groups down", "FIRST_STORES && turn == 0", "false"),
@@ -1286,7 +1293,7 @@ BROKEN = {
         "packed", "return {first, sequences, rows - sequences};", "return {first, sequences, first};"),
     "sequences share a block of sums": ("packed", "q_start / BR + b;", "q_start / BR;"),
     "sums of rows and of columns are mixed up": (
-        "one tile, d = 64", "slabs + patch * 64 * SLAB_ROW + place", "slabs + place"),
+        "one tile, d = 64", "on_chip + patch * 64 * SLAB_ROW + place", "on_chip + place"),
     "dK is not scaled": ("one tile, d = 64", "dK[8 * n + 2 * e] * scale", "dK[8 * n + 2 * e]"),
 }  # fmt: skip
 
@@ -1316,6 +1323,10 @@ BROKEN_FUSED = {
     "the next head of a group is not taken": (
         "groups", "share.block = share.from, share.h = share.h + 1;", "share.block = share.from;"),
     "nobody says that rows are prepared": ("plain", "pass_turn(prepared(call, share.head));", ";"),
+    "nobody says that rows are prepared which see no key": (
+        "no row sees a key", "pass_turn(prepared(call, share.head));", ";"),
+    "nobody says that rows are prepared which see no key, d = 128": (
+        "no row sees a key, d = 128", "pass_turn(prepared(call, share.head));", ";"),
     "it is said before all is added": (
         "plain, d = 128", "await_stores<0>();\n        pass_turn(added", "pass_turn(added"),
     "sums are awaited by nobody": ("plain", "await(barrier, parity);\n            unsigned from", "unsigned from"),

@@ -79,6 +79,14 @@ def test_calls_of_16_bits_go_where_their_names_say(name, monkeypatch, plans):
     assert backward == ("sm90" if ours else "mma") + f"/fa2_backward{'_wide' if wide else ''}.cu"
     text = device.programs[1].text
     assert ("constexpr int FUSED = 1;" in text) == name.startswith("warpgroups, rows of others")
+    kinds = (("constexpr int", "= 1;"), ("#define", "1"))
+    words = {"PAIRED": "pairs", "FOLDED": "folded", "BY_HEAD": "each head"}
+    if "several sums" in name and not wide:
+        for switch, word in words.items():
+            assert any(f"{kind} {switch} {one}\n" in text for kind, one in kinds) == (word in name)
+        alike = ("divided", "folded", "diagonal", "each head")
+        assert ("constexpr int DIVIDED = 1;" in text) == any(word in name for word in alike)
+    assert ("constexpr int SUMS = 1;" not in text) == ("several sums" in name) or not ours
 
 
 @pytest.fixture

@@ -37,6 +37,8 @@ ROUND = {
     "lengths, d = 128": (LENGTHS | dict(d=128), "", False, 2),
     "softcap": (dict(B=1, Hq=2, Tq=300, Tk=300, d=128, softcap=3.0), "", False, 2),
     "d < dv": (dict(B=1, Hq=2, Tq=150, Tk=290, d=64, dv=128), "", True, 2),
+    "d < dv, groups": (dict(B=2, Hq=2, Hkv=1, Tq=150, Tk=290, d=48, dv=96), "", True, 2),
+    "softcap, d = 64": (dict(B=1, Hq=2, Tq=300, Tk=300, d=64, softcap=3.0), "all in 2", True, 4),
     "the last ones in two": (dict(B=1, Hq=2, Tq=500, Tk=500, d=64), "the last in 2", True, 4),
     "the last ones in two, d = 128": (dict(B=1, Hq=2, Tq=400, Tk=500, d=128), "the last in 2", False, 2),
     "the last ones in two, groups": (dict(B=1, Hq=4, Hkv=2, Tq=300, Tk=400, d=64), "the last in 2", True, 2),
@@ -54,7 +56,7 @@ ROUND = {
     "pairs, more rows": (dict(B=1, Hq=2, Tq=900, Tk=300, d=128), "pairs", False, 2),
     "pairs, groups": (dict(B=1, Hq=4, Hkv=2, Tq=300, Tk=400, d=128), "pairs", True, 2),
     "pairs, the last ones in two": (dict(B=1, Hq=2, Tq=400, Tk=500, d=128), "pairs, the last in 2", False, 2),
-    "pairs, all in two": (dict(B=1, Hq=2, Tq=400, Tk=500, d=128), "pairs, all in 2", True, 4),
+    "pairs, all in two": (dict(B=1, Hq=2, Tq=400, Tk=500, d=128), "pairs, all in 2", True, 2),
     "pairs, all in four": (dict(B=1, Hq=1, Tq=600, Tk=800, d=128), "pairs, all in 4", True, 4),
     "d = 256": (dict(B=1, Hq=2, Tq=200, Tk=260, d=256), "", False, 2),
     "d = 192, residues": (dict(B=1, Hq=2, Tq=300, Tk=300, d=192, dv=128), "", True, 4),
@@ -73,6 +75,12 @@ LATE = {
     "late, a window": (dict(B=1, Hq=2, Tq=400, Tk=500, d=64, window=(None, 37)), "late", True, 4),
     "late, d = 256": (dict(B=1, Hq=2, Tq=400, Tk=400, d=256), "late", False, 2),
     "late, d = 256, residues": (dict(B=1, Hq=2, Tq=400, Tk=300, d=256), "late", True, 4),
+    "late, groups": (dict(B=1, Hq=4, Hkv=2, Tq=400, Tk=600, d=64), "late", True, 2),
+    "late, groups, d = 128": (dict(B=2, Hq=3, Hkv=1, Tq=350, Tk=400, d=128), "late", True, 2),
+    "late, groups, lengths": (LENGTHS | dict(Hq=3, Hkv=1, d=64), "late", True, 2),
+    "late, groups, d < dv": (dict(B=1, Hq=4, Hkv=2, Tq=300, Tk=400, d=64, dv=128), "late", True, 2),
+    "late, groups, d = 256": (dict(B=1, Hq=4, Hkv=2, Tq=300, Tk=260, d=256), "late", True, 2),
+    "late, groups, d = 192": (OFFSETS | dict(Hq=3, Hkv=1, d=192, dv=128), "late", True, 2),
     "late, d = 192": (dict(B=1, Hq=2, Tq=300, Tk=400, d=192, dv=128), "late", True, 4),
     "late, d = 192, offsets": (OFFSETS | dict(d=192), "late", False, 2),
     "late, d = 256, lengths": (LENGTHS | dict(d=256), "late", True, 4),
@@ -84,6 +92,8 @@ FOLDED = {
     "folded, an odd block": (dict(B=1, Hq=3, Tq=384, Tk=384, d=64), "folded", False, 2),
     "folded, lengths": (LENGTHS | dict(d=64), "folded", False, 2),
     "folded, offsets": (OFFSETS | dict(d=128), "folded", True, 2),
+    "folded, groups": (dict(B=1, Hq=4, Hkv=2, Tq=400, Tk=500, d=64), "folded", True, 2),
+    "folded, groups, d = 128": (OFFSETS | dict(Hq=2, Hkv=1, d=128), "folded", True, 2),
     "folded, softcap": (dict(B=1, Hq=2, Tq=500, Tk=500, d=64, softcap=3.0), "folded", True, 2),
     "folded, a window": (dict(B=1, Hq=2, Tq=400, Tk=500, d=64, window=(None, 37)), "folded", True, 4),
 }  # fmt: skip
@@ -97,11 +107,29 @@ DIAGONAL = {
     "three parts, a window": (dict(B=1, Hq=2, Tq=400, Tk=500, d=128, window=(None, 37)), "3", False, 3),
     "five parts": (dict(B=2, Hq=1, Tq=700, Tk=600, d=64), "5", True, 5),
     "five parts, d = 128, offsets": (OFFSETS | dict(d=128), "5", True, 5),
+    "two parts, groups": (dict(B=1, Hq=4, Hkv=2, Tq=400, Tk=500, d=64), "2", True, 2),
+    "three parts, groups, d = 128": (LENGTHS | dict(Hq=3, Hkv=1, d=128), "3", True, 3),
+    "five parts, groups, alibi": (
+        dict(B=1, Hq=3, Hkv=1, Tq=650, Tk=300, d=64, alibi_slopes=np.array([0.5, 0.1, 0.0])), "5", True, 5),
     "five parts, alibi": (dict(B=1, Hq=2, Tq=500, Tk=500, d=64, alibi_slopes=np.array([0.5, 0.1])), "5", False, 5),
+}  # fmt: skip
+BY_HEAD = {
+    "by head, late": (dict(B=1, Hq=4, Hkv=2, Tq=400, Tk=600, d=64), "by head, late", True, 4),
+    "by head, late, d = 128": (dict(B=2, Hq=3, Hkv=1, Tq=400, Tk=350, d=128), "by head, late", True, 2),
+    "by head, late, lengths": (LENGTHS | dict(Hq=3, Hkv=1, d=64), "by head, late", False, 2),
+    "by head, late, d < dv": (dict(B=1, Hq=4, Hkv=2, Tq=300, Tk=400, d=64, dv=128), "by head, late", True, 2),
+    "by head, late, alibi": (
+        dict(B=2, Hq=4, Hkv=2, Tq=300, Tk=300, d=64, alibi_slopes=np.array([0.5, 0.1, 0.0, 0.3])),
+        "by head, late", False, 2),
+    "by head, folded": (dict(B=1, Hq=4, Hkv=2, Tq=500, Tk=600, d=64), "by head, folded", True, 4),
+    "by head, folded, d = 128": (dict(B=2, Hq=3, Hkv=1, Tq=350, Tk=400, d=128), "by head, folded", True, 2),
+    "by head, folded, offsets": (OFFSETS | dict(Hq=2, Hkv=1, d=128), "by head, folded", False, 2),
+    "by head, folded, lengths": (LENGTHS | dict(Hq=4, Hkv=2, d=64), "by head, folded", True, 4),
+    "by head, folded, more rows": (dict(B=1, Hq=3, Hkv=1, Tq=900, Tk=384, d=64), "by head, folded", False, 2),
 }  # fmt: skip
 BANDS = {
     name: (options if "window" in options else options | CAUSAL, *more)
-    for name, (options, *more) in (LATE | FOLDED | DIAGONAL).items()
+    for name, (options, *more) in (LATE | FOLDED | DIAGONAL | BY_HEAD).items()
 }
 CASES = {name: (options | {"deterministic": True}, *more) for name, (options, *more) in (ROUND | BANDS).items()}
 
@@ -110,9 +138,12 @@ CASES = {name: (options | {"deterministic": True}, *more) for name, (options, *m
 def several(monkeypatch, undivided):  # noqa: F811
     """Short calls have several sums, too."""
     monkeypatch.setattr(tiling, "WGMMA_SUMS", {256: (np.inf, np.inf)})
-    monkeypatch.setattr(tiling, "WGMMA_SUMS_KEYS", 0)
+    monkeypatch.setattr(tiling, "WGMMA_SUMS_KEYS", {False: (0, 0), True: (0, 0)})
     monkeypatch.setattr(tiling, "WGMMA_SUMS_UNEVEN", np.inf)
     monkeypatch.setattr(tiling, "WGMMA_FOLDED", (np.inf, np.inf))
+    monkeypatch.setattr(tiling, "WGMMA_SUMS_GROUP", {False: np.inf, True: np.inf})
+    monkeypatch.setattr(tiling, "WGMMA_SUMS_SINGLY", 0)
+    monkeypatch.setattr(tiling, "_is_by_head", lambda *_: False)
 
 
 def plan(how, residues, monkeypatch, request):
@@ -129,6 +160,10 @@ def plan(how, residues, monkeypatch, request):
     def folded(problem, processors, br, bc):
         heads, keys = problem.B * problem.Hkv, blocks_of(problem.Tk, bc)
         return (tiling.Divided(heads * (keys // 2), 0, 2), True) if how == "folded" else (in_parts(heads * keys), False)
+
+    if how.startswith("by head, "):
+        monkeypatch.setattr(tiling, "_is_by_head", lambda *_: True)
+        how = how.removeprefix("by head, ")
 
     def by_heads(problem, processors, br, bc):
         return in_parts(problem.B * problem.Hkv * blocks_of(problem.Tk, bc))
@@ -162,8 +197,9 @@ def test_several_sums(name, device_by_name, taken, zeros, monkeypatch, request):
     assert constants["SUMS"] == sums and nbytes <= counters(case, constants)
     is_wide = case.q.shape[-1] > 128
     if not is_wide:
-        assert constants["PAIRED"] == how.startswith("pairs") and constants["FOLDED"] == (how == "folded")
+        assert constants["PAIRED"] == how.startswith("pairs") and constants["FOLDED"] == how.endswith("folded")
         assert constants["DIVIDED"] == (how not in ("", "late", "pairs"))
+        assert constants["BY_HEAD"] == how.startswith("by head,")
 
 
 def spoiled(array):
@@ -206,7 +242,7 @@ def test_any_call(seed, device_by_name, taken, zeros, monkeypatch, request):  # 
     rng = np.random.default_rng(seed)
     d, causal, B = (64, 128, 192)[seed % 3], bool(seed // 3 % 2), int(rng.integers(1, 4))
     heads, (Tq, Tk) = int(rng.integers(1, 4)), rng.integers(1, 701, (2, 2)).min(0).tolist()
-    group = 1 if causal else int(rng.integers(1, 3))
+    group = int(rng.integers(1, 3))
     options = dict(B=B, Hq=heads * group, Hkv=heads, Tq=Tq, Tk=Tk, d=d, causal=causal, deterministic=True)
     if rng.random() < 0.3:
         options |= dict(q_lengths=rng.integers(0, Tq + 1, B).tolist(), kv_lengths=rng.integers(0, Tk + 1, B).tolist())
@@ -214,7 +250,9 @@ def test_any_call(seed, device_by_name, taken, zeros, monkeypatch, request):  # 
         options["q_offset"] = rng.integers(-Tq, Tk + 1, B)
     hows = ["late"] if causal else [""]
     if d <= 128:
-        hows = ["late", "folded", "2", "3", "4", "5"] if causal else ["", "all in 2", "all in 4", "by heads in 2"]
+        by_head = ["by head, late", "by head, folded"] * (group > 1)
+        hows = ["", "all in 2", "all in 4", "by heads in 2"]
+        hows = ["late", "folded", "2", "3", "4", "5", *by_head] if causal else hows
     how = str(rng.choice(hows))
     if how == "all in 4" and Tq < 512 or how == "all in 2" and Tq < 256:
         how = ""  # not more parts than blocks of rows
@@ -236,7 +274,7 @@ def test_sections_and_late_blocks_of_keys(heads, T, section, late, monkeypatch):
 
 
 @pytest.mark.parametrize("heads, T, d, words", [
-    (1, 4096, 128, (0, 0, 7)), (1, 4096, 64, (0, 0, 7)), (2, 4096, 128, (0, 0, 3)), (3, 8192, 128, (96, 96, 2)),
+    (1, 4096, 128, (0, 0, 4)), (1, 4096, 64, (0, 0, 4)), (2, 4096, 128, (0, 0, 3)), (3, 8192, 128, (96, 96, 2)),
     (5, 4096, 256, (320, 52, 1)),
 ])  # fmt: skip
 def test_words_of_divided_blocks_of_keys(heads, T, d, words, monkeypatch):
@@ -258,9 +296,20 @@ BROKEN = {
     "sums that nobody has added to are read": ("late", IS_THERE, "true ?"),
     "sums that nobody has added to are read, d = 256": ("late, d = 256", IS_THERE, "true ?"),
     "sums that nobody has added to are read, without a mask": ("fewer rows", IS_THERE, "true ?"),
-    "only the first sums are read": ("d = 64", "if (from[n] == nullptr)", "if (n > 0 || from[n] == nullptr)"),
+    "only the first sums are read": (
+        "d = 64", "n < SUMS * SETS; n++)\n            x[0].x", "n < 1; n++)\n            x[0].x"),
     "only the first sums are read, d = 256": (
-        "late, d = 256", "if (from[n] == nullptr)", "if (n > 0 || from[n] == nullptr)"),
+        "late, d = 256", "n < SUMS * SETS; n++)\n            x[0].x", "n < 1; n++)\n            x[0].x"),
+    "sums of one warpgroup are read twice": ("d < dv", "n % SETS * (BR * TO_D / 4)", "0 * (BR * TO_D / 4)"),
+    "warpgroups add to the same sums": (
+        "d < dv", "(BY_KEYS && SETS == 1 ? 0 : n * PATCH)", "(BY_KEYS ? 0 : n * PATCH)"),
+    "shares of the second head are those of the first": (
+        "by head, late", "part.number += (int)place.nth * part.count,", ""),
+    "shares are summed of one head": ("by head, folded", ", part.count *= (int)call.group;", ";"),
+    "shares lie in those of other blocks of keys": (
+        "by head, folded", "counted * (unsigned)call.group << FOLDED;", "counted * (unsigned)call.group;"),
+    "query heads are the first ones of their groups": (
+        "by head, late, d = 128", "(BY_HEAD ? (int)place.nth : 0)", "0"),
     "the last kernel reads those of other sequences": ("late, residues", "b + n * call.B", "b + n"),
     "turns are as if neighbours had the same sums": ("d = 64, residues", "- mine) / RESIDUES;", "- mine);"),
     "turns are as if neighbours had the same sums, late": ("late, residues", "- mine) / RESIDUES;", "- mine);"),

@@ -748,9 +748,10 @@ def test_clusters_are_divided_as_a_whole(blocks, rows, group, processors):
     (dict(causal=True, Tq=1920, Tk=1920, deterministic=True), 0),
     # Few blocks of keys
     (dict(Hq=1, Hkv=1), 1), (dict(Hq=1, Hkv=1, causal=True), 0), (dict(B=1, Hq=2, Hkv=2), 0),
-    (dict(Hq=3, Hkv=3, causal=True, deterministic=True), 1), (dict(Hq=1, Hkv=1, causal=True, deterministic=True), 0),
+    (dict(Hq=3, Hkv=3, causal=True, deterministic=True), 0),
+    (dict(Hq=4, Hkv=4, causal=True, deterministic=True), 1), (dict(Hq=1, Hkv=1, causal=True, deterministic=True), 0),
     (dict(B=1, Hq=2, Hkv=2, deterministic=True), 1),
-    (dict(B=1, Hq=1, Hkv=1, deterministic=True), 1), (dict(B=1, Hq=1, Hkv=1, causal=True, deterministic=True), 0),
+    (dict(B=1, Hq=1, Hkv=1, deterministic=True), 0), (dict(B=1, Hq=1, Hkv=1, causal=True, deterministic=True), 0),
 ])  # fmt: skip
 def test_which_calls_have_pairs_of_blocks_of_threads(options, paired):
     """Long ones at d = 128, whose rows others prepare. Under a mask whose band has no lower end, by how many rows see a
@@ -874,11 +875,20 @@ def test_rows_and_keys_of_a_band(Tq, Tk, at, size, data):
     (dict(Hq=1, T=16384, d=256), (4, 2, 0, 1)), (dict(Hq=1, T=16384, d=256, causal=True), (4, 2, 0, 1)),
     (dict(d=64), (4, 2, 0, 1)), (dict(), (2, 1, 0, 1)), (dict(d=256), (4, 2, 0, 1)), (dict(causal=True), (2, 1, 1, 2)),
     (dict(window=(None, 9)), (2, 1, 1, 2)), (dict(Hq=16, T=4096, causal=True), (1, 1, 0, 1)),
-    (dict(Hq=1, causal=True, d=64), (7, 1, 0, 7)), (dict(Hq=1, causal=True), (7, 1, 0, 7)),
+    (dict(Hq=1, causal=True, d=64), (8, 2, 0, 4)), (dict(Hq=1, causal=True), (4, 1, 0, 4)),
     (dict(Hq=2, causal=True), (3, 1, 0, 3)), (dict(Hq=1, causal=True, d=256), (4, 2, 0, 1)),
     (dict(Hq=3, T=8192, causal=True, d=64), (4, 2, 1, 2)), (dict(Hq=3, T=8192, causal=True), (2, 1, 1, 2)),
     (dict(Hq=16, Hkv=4, d=64), (2, 1, 0, 1)), (dict(Hq=16, Hkv=4), (2, 1, 0, 1)),
-    (dict(Hq=16, Hkv=4, d=256), (4, 2, 0, 1)), (dict(T=2048, Tq=16384), (4, 2, 0, 2)),
+    (dict(Hq=16, Hkv=4, d=256), (4, 2, 0, 1)), (dict(T=2048, Tq=16384), (2, 1, 0, 2)),
+    (dict(T=2048, Hq=1, causal=True), (8, 1, 0, 8)), (dict(T=6144, Hq=1, causal=True), (4, 1, 0, 4)),
+    (dict(T=1408, Hq=5, causal=True), (3, 1, 0, 3)), (dict(T=1024, causal=True), (4, 1, 0, 4)),
+    (dict(T=1024, Hq=16, causal=True), (1, 1, 0, 1)), (dict(T=1024, Hq=24, causal=True), (2, 1, 0, 1)),
+    (dict(T=1024), (4, 2, 0, 4)), (dict(T=1024, Hq=32), (2, 1, 0, 1)), (dict(T=1024, Hq=64), (1, 1, 0, 1)),
+    (dict(Hq=8, Hkv=4, causal=True), (2, 1, 1, 2)), (dict(Hq=16, Hkv=4, d=64, causal=True), (2, 1, 1, 2)),
+    (dict(Hq=32, Hkv=16, d=64, causal=True), (2, 1, 0, 1)), (dict(Hq=8, Hkv=4, d=256, causal=True), (2, 1, 0, 1)),
+    (dict(Hq=4, Hkv=2, T=2048, causal=True), (4, 1, 0, 4)), (dict(Hq=8, Hkv=1, causal=True), (2, 1, 0, 1)),
+    (dict(Hq=4, Hkv=2, causal=True), (2, 1, 1, 2)), (dict(Hq=10, d=256, causal=True), (2, 1, 0, 1)),
+    (dict(Hq=9, T=8192, d=256, causal=True), (4, 2, 0, 1)), (dict(Hq=32, d=64, dv=128, causal=True), (2, 1, 0, 1)),
 ])  # fmt: skip
 def test_which_calls_have_several_sums(options, sums):
     """In a fixed order, those of few heads (SUMS in cuda/sm90/backward.cuh)."""
@@ -891,15 +901,40 @@ def test_which_calls_have_several_sums(options, sums):
 @pytest.mark.parametrize("options", [
     dict(deterministic=False), dict(deterministic=False, causal=True), dict(varlen=True),
     dict(varlen=True, causal=True), dict(window=(500, 0)), dict(window=(500, None)),
-    dict(Hq=16, Hkv=4, causal=True), dict(Hq=64), dict(Hq=64, causal=True), dict(T=2048, Tq=16385),
-    dict(T=2048, Tq=16385, causal=True), dict(Tq=511), dict(T=1024, causal=True), dict(Hq=256, Hkv=4, T=16384),
+    dict(Hq=32, Hkv=4, causal=True), dict(Hq=64), dict(Hq=64, causal=True), dict(T=2048, Tq=16385),
+    dict(T=2048, Tq=16385, causal=True), dict(Tq=511), dict(T=896, causal=True), dict(Hq=256, Hkv=4, T=16384),
 ], ids=str)  # fmt: skip
 @pytest.mark.parametrize("d", [64, 128, 256])
 def test_which_calls_have_not(options, d):
-    if d == 256 and options.get("T") == 1024:  # twice as many blocks of keys
-        options = options | dict(T=512)
+    if d == 256 and options.get("T") == 896:  # twice as many blocks of keys
+        options = options | dict(T=448)
     tiles = in_order(**options, d=d)
     assert tiles.family == tiling.WGMMA and dict(tiles.constants)["SUMS"] == 1
+
+
+@pytest.mark.parametrize("options, by_head", [
+    (dict(Hq=8, Hkv=1), 1), (dict(Hq=8, Hkv=2), 1), (dict(Hq=4, Hkv=2), 1), (dict(Hq=8, Hkv=4), 0),
+    (dict(Hq=2, Hkv=1, T=2048), 0), (dict(Hq=16, Hkv=1), 0), (dict(Hq=8, Hkv=1, causal=False), 0),
+    (dict(Hq=8, Hkv=1, d=256), 0), (dict(Hq=8, Hkv=1, deterministic=False), 0), (dict(Hq=8, Hkv=1, varlen=True), 0),
+    (dict(Hq=8, Hkv=1, d=64), 1), (dict(Hq=4), 0),
+])  # fmt: skip
+def test_which_query_heads_have_blocks_of_threads_of_their_own(options, by_head):
+    """BY_HEAD: those that share few blocks of keys, but have as many as multiprocessors are busy with."""
+    tiles = in_order(**dict(causal=True) | options)
+    constants = dict(tiles.constants)
+    assert constants.get("BY_HEAD", 0) == by_head
+    if by_head:
+        assert constants["DIVIDED"] and constants["ONE_HEAD"] and constants["SUMS"] > 1
+
+
+@pytest.mark.parametrize("options, sets", [
+    (dict(d=64, dv=128), 2), (dict(d=40, dv=72), 2), (dict(d=64, softcap=3.0), 2), (dict(d=64), 1), (dict(), 1),
+    (dict(softcap=3.0), 1), (dict(d=64, dv=128, deterministic=False), 1), (dict(d=64, dv=128, causal=True), 2),
+    (dict(d=64, dv=128, varlen=True), 2), (dict(d=64, dv=128, Hq=64), 2),
+])  # fmt: skip
+def test_warpgroups_that_add_to_all_of_dQ_have_sums_of_their_own(options, sets):
+    """In a fixed order."""
+    assert dict(in_order(**options).constants)["SETS"] == sets
 
 
 def in_order(**options):
@@ -956,7 +991,7 @@ def test_blocks_of_keys_of_uneven_lengths_are_divided(heads, T, d, parts, in_ord
 
 @pytest.mark.parametrize("heads, T, d, parts, in_order", [
     ((16, 4), 512, 64, 4, 4), ((10, 5), 2048, 64, 2, 2), ((24, 12), 1024, 64, 2, 2), ((24, 6), 1500, 128, 4, 4),
-    ((16, 4), 3000, 64, 4, 4), ((24, 6), 4096, 128, 2, 2), ((64, 8), 3000, 128, 4, 4), ((96, 3), 4096, 128, 8, 8),
+    ((16, 4), 3000, 64, 4, 2), ((24, 6), 4096, 128, 2, 2), ((64, 8), 3000, 128, 4, 4), ((96, 3), 4096, 128, 8, 8),
     ((6, 3), 3000, 128, 4, 2),
 ])  # fmt: skip
 def test_blocks_of_keys_of_few_query_heads_are_divided(heads, T, d, parts, in_order):
@@ -1021,7 +1056,7 @@ def test_backward_passes_of_16_bits_on_sm_90(dtype):
         assert tiles.family == tiling.WGMMA and (tiles.br, tiles.bc) == (64, 64)
         slabs = -(-d // 64) + -(-dv // 64)
         stages, places = {6: (3, 1), 7: (2, 2), 8: (2, 1)}.get(slabs, (3, 2))
-        switches = {"FIRST_STORES": 0, "LAST_FIRST": 0, "SUMS": 1, "RESIDUES": 1, "FOLDED": 0}
+        switches = {"FIRST_STORES": 0, "LAST_FIRST": 0, "SUMS": 1, "RESIDUES": 1, "FOLDED": 0, "ONE_HEAD": 0}
         assert dict(tiles.constants) == {"STAGES": stages, "P_TILES": places, "DQ_COLUMNS": 64} | switches
         assert tiles.smem_bytes + 16 <= chip("sm_90").on_chip_bytes
         in_order = planned(d=d, dv=dv, causal=True, deterministic=True)

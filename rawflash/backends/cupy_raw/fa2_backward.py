@@ -35,7 +35,11 @@ SECTION_SUMS, SUMS_WAVES, SUMS_GAIN, LATE, TWO_WAVES = 96 << 20, (3.5, 3.0), 1.0
 COUNTERS = 64  # a multiple of so many lies before dQ's sums
 RECORD_NUMBERS = 160  # of float32 in a record of lse and delta of a block of rows
 FINISHED_ROWS = 64  # of dQ, which a warp writes at once
-HEADS_DOWN = (64, 8)  # query heads in turn, where rows go down in a fixed order; of more columns
+QUARTERS = 4  # of a block of rows, which fa2_backward_finish writes
+# Query heads in turn, where rows go down in a fixed order: so many, but so many blocks of keys for each multiprocessor;
+# of more columns so many, or all, if these have so many rows.
+HEADS_DOWN, TURNS_DOWN, ROWS_DOWN = (64, 8), 2, 1 << 16
+SECTION_PAIRED = 3.0, 6.0  # in pairs, all heads, from and up to so many blocks of keys for each multiprocessor
 DETERMINISTIC_MORE = 4  # times as many heads in a fixed order that is not the last keys first
 PATCH_ROWS, PATCH_COLUMNS, WARP = 16, 8, 32  # of dQ in mma/split_backward.cu, each added by a warp
 
@@ -92,18 +96,19 @@ def _wgmma(problem: Problem, tiles: Tiles, x: Operands, grads: dict[str, Target]
     together = 1 + paired  # as many blocks of keys go through as many blocks of rows; those that do not exist are zeros
     key_blocks = blocks_of_head(problem, x, "k", tiles.bc * together) * together
     query_blocks = blocks_of_head(problem, x, "q", tiles.br * together, whole=True) * together
-    blocks, all_keys = heads * query_blocks, in_turn(problem, problem.Hkv) * key_blocks
-    divided = tiles.divided
+    blocks, all_keys = heads * query_blocks, _heads_in_turn(problem, tiles) * key_blocks
+    divided, by_head = tiles.divided, constants.get("BY_HEAD", 0)
     if problem.varlen and divided.others:  # all of them, by their heads
         divided = divided._replace(others=all_keys)
-    numbers, sums = tiles.br * columns, constants["SUMS"]
+    numbers, sums = tiles.br * columns * constants.get("SETS", 1), constants["SUMS"]
     schedule = x.memo.get("schedule")
     if schedule is None:
         schedule = x.memo["schedule"] = _schedule(problem, tiles, divided, key_blocks)
         schedule["share"] = blocks * (numbers * sums + RECORD_NUMBERS * paired)
     kernels = launcher(file, problem, tiles, x, written, boxes, **schedule)
     # Query heads whose rows kernels of their own prepare, and finish
-    first, last = (schedule[name] // key_blocks * problem.group for name in ("ahead", "behind"))
+    of_head = 1 if by_head else problem.group
+    first, last = (schedule[name] // key_blocks * of_head for name in ("ahead", "behind"))
     if problem.varlen:  # all rows of these
         first = last = problem.Hq
     delta = side_gradients(problem, tiles, x, grads, first)
@@ -115,9 +120,10 @@ def _wgmma(problem: Problem, tiles: Tiles, x: Operands, grads: dict[str, Target]
     stores = constants.get("STORES", 0)
     counters = problem.B * (2 * problem.Hkv * bool(tiles.lag) + problem.Hq * stores)
     counters += blocks * sums * problem.deterministic
-    counters += divided.halved + divided.others
+    shared = all_keys // problem.group if by_head else divided.halved + divided.others
+    counters += shared
     counters = blocks_of(counters, COUNTERS) * COUNTERS
-    shares = divided.threads
+    shares = shared * problem.group << constants.get("FOLDED", 0) if by_head else divided.threads
     dQ = kernels.workspace(counters + schedule["share"] + shares * tiles.bc * (columns + to_v))
     first_stores = stores or constants.get("FIRST_STORES", 0)
     cleared = query_blocks * first if tiles.lag and not first_stores else blocks
@@ -133,13 +139,18 @@ def _wgmma(problem: Problem, tiles: Tiles, x: Operands, grads: dict[str, Target]
     if problem.varlen:
         kernels.clear_padding("clear_gradients", max(heads * rows, x.k.shape[1] * x.k.shape[2]), call)
     kernels.run("fa2_backward_keys", all_keys + divided.more, call, tiles.smem_bytes, threads)
-    kernels.run("fa2_backward_finish", query_blocks * last, call, numbers * 2)
+    kernels.run("fa2_backward_finish", query_blocks * last * QUARTERS, call, tiles.br * columns * 2)
+
+
+def _heads_in_turn(problem: Problem, tiles: Tiles) -> int:
+    """Whose blocks of keys come in sections; BY_HEAD (sm90/backward.cuh) they do once for each query head."""
+    return in_turn(problem, problem.Hq if dict(tiles.constants).get("BY_HEAD", 0) else problem.Hkv)
 
 
 def _schedule(problem: Problem, tiles: Tiles, divided: Divided, key_blocks: int) -> dict[str, int]:
     """In which order blocks of threads come, and how far ahead and behind they work, in whole sections of heads: as
     many as there are of them where they do not, as kernels of their own then do it for all."""
-    heads, sums = in_turn(problem, problem.Hkv), dict(tiles.constants).get("SUMS", 1)
+    heads, sums = _heads_in_turn(problem, tiles), dict(tiles.constants).get("SUMS", 1)
     if sums > 1:
         section, late = _section_of_sums(problem, tiles, key_blocks, sums)
     else:
@@ -192,8 +203,16 @@ def _section(problem: Problem, tiles: Tiles, key_blocks: int) -> int:
     if problem.varlen and not band:
         return max(heads, 1)
     if rows_down(problem) and not tiles.lag:
-        return max(min(HEADS_DOWN[is_wide(problem)] // problem.group, heads), 1)
+        most = max(HEADS_DOWN[is_wide(problem)] // problem.group, 1)
+        if is_wide(problem):
+            most = heads if not problem.varlen and heads * problem.group * problem.Tq <= ROWS_DOWN else most
+        else:
+            most = max(most, TURNS_DOWN * WGMMA_PROCESSORS // key_blocks)
+        return max(min(most, heads), 1)
     together = 1 + constants.get("PAIRED", 0)
+    few = SECTION_PAIRED[0] * WGMMA_PROCESSORS < heads * key_blocks <= SECTION_PAIRED[1] * WGMMA_PROCESSORS
+    if band and problem.deterministic and together > 1 and few and key_blocks * problem.group >= 2 * SECTION_KEYS:
+        return heads
     parts = 1 if tiles.lag else tiles.divided.parts  # all blocks of keys have as many blocks of threads
     rows = problem.Tk + problem.group * problem.Tq
     nbytes = rows * (problem.d + problem.dv) * 2 + problem.group * problem.Tq * problem.d * 4
@@ -237,9 +256,10 @@ def _section_of_sums(problem: Problem, tiles: Tiles, key_blocks: int, sums: int)
     the end, if possible in two turns: half of the blocks of keys are late, so that a long one begins when a short one
     has ended, or more, where they come in more turns.
     """
-    heads, at_once = max(in_turn(problem, problem.Hkv), 1), WGMMA_PROCESSORS / key_blocks
+    heads, at_once = max(_heads_in_turn(problem, tiles), 1), WGMMA_PROCESSORS / key_blocks
+    group = 1 if dict(tiles.constants).get("BY_HEAD", 0) else problem.group
     columns = blocks_of(problem.d, WGMMA_SLAB) * WGMMA_SLAB
-    held = max(SECTION_SUMS // (problem.Tq * problem.group * columns * 4 * sums), 1)
+    held = max(SECTION_SUMS // (problem.Tq * group * columns * 4 * sums), 1)
     if problem.has_band and tiles.divided.threads:
         return heads, 0
     if not problem.has_band:
@@ -247,7 +267,7 @@ def _section_of_sums(problem: Problem, tiles: Tiles, key_blocks: int, sums: int)
         return -(-heads // -(-heads // most)), 0
     one = heads <= min(held, at_once * SUMS_WAVES[0])
     sections = [heads] if one else range(1, max(min(held, int(at_once * SUMS_WAVES[1])), 1) + 1)
-    steps = [rows_that_see(problem, j, tiles.bc) + BLOCK_ROWS for j in range(0, problem.Tk, tiles.bc)]
+    steps = [rows_that_see(problem, j, tiles.bc) * group + BLOCK_ROWS for j in range(0, problem.Tk, tiles.bc)]
     ends = {}
     for section in sections:
         for n in LATE if one or section > TWO_WAVES * at_once else LATE[:1]:

@@ -33,14 +33,16 @@ struct Work {
 
 // SUMS: dQ has so many sums, which fa2_backward_finish adds up, so that blocks of keys that run at once do not wait for each other where they begin: the last
 // ones come first, each begins at the first rows that see its keys under a causal mask, and goes up; the next one comes to these rows right behind it.
+// ONE_HEAD: a block of threads has one query head; else the same rows of all that share keys come one after the other, under a mask. BY_HEAD: each of these
+// has blocks of threads of its own, in the order in which those of as many key heads come, whose shares of dK and dV are added up (DIVIDED).
 // ROUND, without a mask: then to the rows before those, whose dQ has other sums. Under a mask with an upper end, where long blocks of keys would end
 // alone, one of three, with TOGETHER in fa2_backward.cu. LATE: `halved` long ones of each head come behind the short ones, the first keys first, go down
 // from the last rows, and add to other sums. FOLDED, where few are more than run at once: so do, as blocks of threads behind all others, those rows of a
 // long one that are more than half of all rows behind its first. DIAGONAL, where they are at most half as many: each has `parts` blocks of threads,
 // for its first rows, the next ones and so on, with sums for each of these.
 // RESIDUES: neighbouring blocks of keys have different sums, so that it may take longer from one turn to the next than from one step to the next.
-constexpr bool ROUND = SUMS > 1 && !BAND, DIAGONAL = SUMS > 1 && BAND && DIVIDED && !FOLDED, LATE = SUMS > 1 && BAND && !DIVIDED;
-constexpr bool DOWN_LATER = LATE || FOLDED, EITHER_WAY = TOGETHER || DOWN_LATER, ONE_HEAD = SUMS > 1 && BAND;  // of each key head
+constexpr bool ROUND = SUMS > 1 && !BAND, LATE = SUMS > 1 && BAND && !FOLDED && (!DIVIDED || BY_HEAD), DIAGONAL = SUMS > 1 && BAND && !FOLDED && !LATE;
+constexpr bool DOWN_LATER = LATE || FOLDED, EITHER_WAY = TOGETHER || DOWN_LATER;
 static_assert(SUMS == 1 || DETERMINISTIC && LAST_FIRST && FIRST_STORES && !PACKED && !(BAND && PAIRED), "turns");
 
 // Which block of keys a block of threads has, and which share of its rows, of how many.
@@ -114,7 +116,7 @@ constexpr unsigned NOBODYS = (1u << 30) / BC;  // where no sequence has keys
 
 // Which block of keys of which key head of all a block of threads has.
 struct KeyBlock {
-    unsigned head, block, late;
+    unsigned head, block, late, nth;  // nth: BY_HEAD, of those query heads that share it
 };
 
 // Heads come in sections whose matrices L2 can hold; of a section the first keys first, which most rows see if it is causal. LAST_FIRST: the last keys.
@@ -124,7 +126,7 @@ struct KeyBlock {
 constexpr bool IN_HALVES = LAST_FIRST && DETERMINISTIC && !PACKED && SUMS == 1;
 __device__ __forceinline__ KeyBlock key_block(const Call& call, unsigned index)
 {
-    const unsigned heads = (unsigned)(PACKED ? call.Hkv : call.B * call.Hkv), blocks = (unsigned)call.blocks, section = (unsigned)call.section;
+    const unsigned heads = (unsigned)(PACKED ? call.Hkv : call.B * (BY_HEAD ? call.Hq : call.Hkv)), blocks = (unsigned)call.blocks, section = (unsigned)call.section;
     const unsigned first = divided(index, call.by_section) * section, rest = (index - first * blocks) >> PAIRED;
     const bool is_last = heads - first <= section;
     const unsigned nth = divided(rest, is_last ? call.by_last_heads : call.by_heads), head = first + rest - nth * (is_last ? heads - first : section);
@@ -132,20 +134,22 @@ __device__ __forceinline__ KeyBlock key_block(const Call& call, unsigned index)
     const unsigned block = !LAST_FIRST ? nth : nth < count - late ? count - 1 - nth : nth - (count - late);
     if constexpr (PACKED) {
         const InLine place = in_line<BC>(call, call.cu_seqlens_k, call.rows_k, (int)block);
-        return {(unsigned)place.b * (unsigned)call.Hkv + head, place.block < 0 ? NOBODYS : (unsigned)place.block, late};
+        return {(unsigned)place.b * (unsigned)call.Hkv + head, place.block < 0 ? NOBODYS : (unsigned)place.block, late, 0};
     }
-    return {head, PAIRED ? 2 * block + index % 2 : block, late};  // a cluster has two neighbouring ones
+    const unsigned of_group = BY_HEAD ? (unsigned)call.group : 1;
+    return {head / of_group, PAIRED ? 2 * block + index % 2 : block, late, head % of_group};  // a cluster has two neighbouring ones
 }
 
 // DIVIDED: the last blocks of keys, with which most multiprocessors would be idle, have several blocks of threads, each for some of their rows: two,
 // or `parts` behind these. TOGETHER, where blocks of keys are too few to begin with: all of them have `parts`, each for some of the query heads;
 // where these are more than query heads, each for some of the rows of one. FOLDED: the second ones come behind all first ones, in reverse. DIAGONAL: all.
+// BY_HEAD, blocks of keys count once for each query head.
 __device__ __forceinline__ Part part_of(const Call& call, unsigned index)
 {
     if constexpr (FOLDED) {
         const unsigned all = (unsigned)(call.whole + call.halved), block = index < all ? index : 2 * all - 1 - index;
         return {block, index >= all, block < (unsigned)call.whole ? 1 : 2};
-    } else if constexpr (DIVIDED) {
+    } else if constexpr (DIVIDED && !BY_HEAD) {
         // PAIRED: of clusters, each of which has two of these
         const unsigned whole = (unsigned)call.whole >> PAIRED, halved = (unsigned)call.halved >> PAIRED, rank = PAIRED ? index % 2 : 0;
         index >>= PAIRED;
@@ -179,7 +183,7 @@ __device__ __forceinline__ Work work_of(const Call& call)
         work.i_low = (int)clamp(work.j0 / KEYS * KEYS - s.offset - call.band_upper, 0, work.i_high) / ROWS * ROWS;
         work.i_high = (int)clamp(j1 - s.offset - call.band_lower, 0, work.i_high);
     }
-    work.first_head = work.h * (int)call.group, work.heads = (int)call.group;
+    work.first_head = work.h * (int)call.group + (BY_HEAD ? (int)place.nth : 0), work.heads = BY_HEAD ? 1 : (int)call.group;
     if constexpr (DIVIDED && !BAND && !TOGETHER) {
         constexpr int ROWS = BR << PAIRED;
         const int blocks = (work.i_high + ROWS - 1) / ROWS;
@@ -267,7 +271,8 @@ __device__ __forceinline__ RowBlock row_block(const Call& call, long long n)
     return {bh / call.Hq, bh % call.Hq, block};
 }
 
-__device__ __forceinline__ float* sums_of_block(const Call& call, long long block) { return call.sums + block * (BR * TO_D); }
+// SETS: of warpgroups that add to all of a block of rows, each has its own.
+__device__ __forceinline__ float* sums_of_block(const Call& call, long long block) { return call.sums + block * (SETS * BR * TO_D); }
 
 // LAST_FIRST: the last block of keys, or pair of them, that begins at the block of rows that i0 is in, or before it.
 __device__ __forceinline__ int last_keys(const Call& call, const Work& work, int i0)
@@ -308,32 +313,29 @@ __device__ __forceinline__ unsigned* turns(const Call& call, long long block)
     return call.counters + (FUSED ? 2 * call.B * call.Hkv : 0) + block;
 }
 
-// Numbers of dQ: of all sums, those that somebody has added to.
+// Numbers of dQ: of all sums, those that somebody has added to. All are under way before the first is there.
 struct SumsOfBlock {
-    const float* from[SUMS];
+    const float4* from[SUMS];
 
     __device__ __forceinline__ SumsOfBlock(const Call& call, long long b, long long h, long long q_start, long long block, int numbers)
     {
 #pragma unroll
         for (int n = 0; n < SUMS; n++) {
             const long long at = first_block(call, b + n * call.B, h, q_start) + block;
-            from[n] = SUMS == 1 || *turns(call, at) > 0 ? sums_of_block(call, at) + numbers : nullptr;
+            from[n] = SUMS == 1 || *turns(call, at) > 0 ? (const float4*)(sums_of_block(call, at) + numbers) : nullptr;
         }
     }
 
     __device__ __forceinline__ float4 operator[](int vector) const
     {
-        if constexpr (SUMS == 1)
-            return ((const float4*)from[0])[vector];
-        float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+        float4 x[SUMS * SETS];
 #pragma unroll
-        for (int n = 0; n < SUMS; n++) {
-            if (from[n] == nullptr)
-                continue;
-            const float4 x = ((const float4*)from[n])[vector];
-            sum.x += x.x, sum.y += x.y, sum.z += x.z, sum.w += x.w;
-        }
-        return sum;
+        for (int n = 0; n < SUMS * SETS; n++)
+            x[n] = SUMS == 1 || from[n / SETS] != nullptr ? from[n / SETS][vector + n % SETS * (BR * TO_D / 4)] : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+#pragma unroll
+        for (int n = 1; n < SUMS * SETS; n++)
+            x[0].x += x[n].x, x[0].y += x[n].y, x[0].z += x[n].z, x[0].w += x[n].w;
+        return x[0];
     }
 };
 
@@ -397,13 +399,16 @@ template <int COUNT> __device__ __forceinline__ void to_factor(unsigned (&factor
         factor[e] = pair(sum[8 * n + 2 * e], sum[8 * n + 2 * e + 1]);
 }
 
-// Such a factor of the warpgroup's rows from `row` on to shared memory, into 16 columns of slabs of ROWS rows.
+// Such a factor of 16 rows from `row` on to shared memory, into 16 columns of slabs of ROWS rows; of the warpgroup's 64 rows from there on.
+template <int ROWS> __device__ __forceinline__ void store_rows_of_factor(unsigned char* slabs, int row, int n, const unsigned (&factor)[4])
+{
+    const int lane = threadIdx.x % WARP_LANES, piece = 2 * n + lane / 16;
+    store_matrices<false>(slabs + piece / 8 * ROWS * SLAB_ROW + in_slab(row + lane % 16, piece % 8), factor[0], factor[1], factor[2], factor[3]);
+}
+
 template <int ROWS> __device__ __forceinline__ void store_factor(unsigned char* slabs, int row, int n, const unsigned (&factor)[4])
 {
-    const int lane = threadIdx.x % WARP_LANES, warp = threadIdx.x / WARP_LANES % WARPS;
-    const int piece = 2 * n + lane / 16;
-    store_matrices<false>(slabs + piece / 8 * ROWS * SLAB_ROW + in_slab(row + 16 * warp + lane % 16, piece % 8),
-                          factor[0], factor[1], factor[2], factor[3]);
+    store_rows_of_factor<ROWS>(slabs, row + 16 * (threadIdx.x / WARP_LANES % WARPS), n, factor);
 }
 
 // Zeros in rows [from, ROWS) of slabs; by some threads, of whom this is number `y`.
@@ -437,4 +442,41 @@ __device__ __forceinline__ void store_rows(elem* to, long long stride, const uns
             *(uint4*)(to + y * stride + 8 * piece) = x;
         }
     }
+}
+
+// dQ = scale * sums of 16 rows of each 64 of a block of rows, a quarter of it, so that few blocks of rows have many blocks of threads; the number of this
+// one. Each warp has 16 rows and columns after the other; `store(patch, n, ...)` puts those of the n-th 16 columns of its quarter of a patch (ACROSS: of
+// the n-th 16 rows of the warp's own) into slabs. Rows of padding hold 0.
+constexpr int QUARTERS = 4;
+template <int PATCHES, int PATCH, int PATCH_ROWS, bool ACROSS, class Store>
+__device__ __forceinline__ void finish_quarter(const Call& call, unsigned number, unsigned char* on_chip, Store store)
+{
+    const RowBlock place = row_block(call, number / QUARTERS);
+    const int which = (int)(number % QUARTERS), lane = threadIdx.x % WARP_LANES;
+    const Sequence s = sequence(call, place.b);
+    const long long i0 = place.block * BR, rows_end = PACKED ? s.q_length : call.Tq;
+    if (PACKED && place.block < 0 || i0 >= rows_end)
+        return;
+    const float scale = (float)call.scale;
+    constexpr int COLUMNS = PATCH / PATCH_ROWS;
+    static_assert(COLUMNS / SUM == QUARTERS && PATCH_ROWS == QUARTERS * 16, "a quarter of a patch has as many parts");
+#pragma unroll
+    for (int part = threadIdx.x / WARP_LANES; part < PATCHES * QUARTERS; part += THREADS / WARP_LANES) {
+        const int patch = part / QUARTERS, other = part % QUARTERS, warp = ACROSS ? other : which, n = ACROSS ? which : other;
+        const SumsOfBlock sums(call, place.b, place.h, s.q_start, place.block,
+                               patch * PATCH + (warp * (ACROSS ? 2 : COLUMNS / 8) * WARP_LANES + lane) * LANE_NUMBERS);
+        unsigned x[4];
+#pragma unroll
+        for (int e = 0; e < 2; e++) {
+            const float4 y = sums[((ACROSS ? 2 * WARPS : 2) * n + e) * WARP_LANES];
+            x[2 * e] = pair(y.x * scale, y.y * scale);
+            x[2 * e + 1] = pair(y.z * scale, y.w * scale);
+        }
+        store(patch, n, 16 * which, x);
+    }
+    __syncthreads();  // the rows are there
+    elem* const to = row_of(call.dq, s.slot, place.h, s.q_start + i0);
+#pragma unroll
+    for (int row = 16 * which; row < BR; row += PATCH_ROWS)
+        store_rows<BR, TO_D, D, THREADS, 16>(to + row * call.dq.row, call.dq.row, on_chip, row, (int)(rows_end - i0) - row, (int)(s.q_length - i0) - row);
 }

@@ -34,13 +34,13 @@
 // Fewest copies of upper halves between products: none or nearly none
 #define IN_TWO (TOGETHER && (BR == 64 || DETERMINISTIC && !BAND) || BR == 128 && !BAND && !DIVIDED)
 #define UPPER_HALVES \
-    {0, 1, PAIRED && BAND || IN_TWO ? 2 : 1, !PAIRED && !IN_TWO && (BR == 128 || BAND && !STORES && (FUSED || !DETERMINISTIC)) ? 1 : 2, BAND ? 2 : 1}
+    {0, 1, PAIRED && BAND || IN_TWO || SETS > 1 && !BAND ? 2 : 1, !PAIRED && !IN_TWO && (BR == 128 || BAND && !STORES && (FUSED || !DETERMINISTIC)) ? 1 : 2, BAND ? 2 : 1}
 #include "backward.cuh"
 
 constexpr int COMPUTING = 2, KEYS = BC / COMPUTING;  // warpgroups, and the keys of each
 constexpr int KEYS_THREADS = (1 + COMPUTING + APART) * WARPGROUP;
 constexpr int STAGES = BR == 64 && !FUSED ? 3 : 2, S_STAGES = 2;  // of Q and dO on chip; of dS
-constexpr bool TURNS_APART = DETERMINISTIC && BAND && !FUSED && !APART;  // threads that do nothing else wait for turns and pass them on
+constexpr bool TURNS_APART = DETERMINISTIC && (BAND || SETS > 1) && !FUSED && !APART;  // threads that do nothing else wait for turns and pass them on
 constexpr int COPYING = PAIRED ? 1 : FUSED || TURNS_APART ? 32 : 64;     // threads that copy
 constexpr int ADDS = COPYING == 64 ? 64 : 32;                     // a thread behind these, which may add to dQ's sums
 constexpr int PART = 64, PARTS = BR / PART;                       // rows that dP has at a time
@@ -69,6 +69,7 @@ static_assert(V_HELD <= TO_V / SUM && (!LIMITS_ON_CHIP || APART || V_HELD >= SLA
 constexpr bool BY_COLUMNS = BR == 64 && TO_D == 128, BY_ROWS = BR == 128 && TO_D == 64, BY_KEYS = !BY_COLUMNS && !BY_ROWS;
 constexpr int DQ_COLUMNS = BY_COLUMNS ? TO_D / 2 : TO_D;
 static_assert(!BY_KEYS || BR == 64, "all rows");
+static_assert(SETS == (DETERMINISTIC && BY_KEYS ? COMPUTING : 1) && !(BY_KEYS && (FUSED || STORES)), "sums of each, whose order is fixed");
 constexpr int PATCH = 64 * DQ_COLUMNS;          // numbers of it
 constexpr int PATCHES = BR * TO_D / PATCH;      // in a block of rows
 static_assert(!APART || BY_ROWS, "a warpgroup of its own computes dQ");
@@ -335,12 +336,11 @@ __device__ __forceinline__ void add_all(const Call& call, const Work& work, cons
                 await(barriers + TURN, parity);
                 fence_device();
             }
-            if constexpr (DETERMINISTIC && BY_KEYS)
-                await_stores<0>();  // those of the other warpgroup
-            if (stores && !(BY_KEYS && n > 0))
-                store_bulk(sums + (BY_KEYS ? 0 : n * PATCH), on_chip + AT_DQ + n * PATCH * 4, PATCH * 4);
+            float* const to = sums + (BY_KEYS && SETS == 1 ? 0 : n * PATCH);
+            if (stores)
+                store_bulk(to, on_chip + AT_DQ + n * PATCH * 4, PATCH * 4);
             else
-                add_bulk(sums + (BY_KEYS ? 0 : n * PATCH), on_chip + AT_DQ + n * PATCH * 4, PATCH * 4);
+                add_bulk(to, on_chip + AT_DQ + n * PATCH * 4, PATCH * 4);
             commit_stores();
             if (PAIRED && n == 0) {  // for where it lies both warpgroups wait
                 await_stores_read<0>();
@@ -496,8 +496,11 @@ __device__ __forceinline__ void add_apart(const Call& call, const Work& work, co
         i0 = next_rows(work, nth, i0);
         nth = next_head(work, nth, i0);
     }
-    if (FUSED && speaks_for_all())
+    if (FUSED && speaks_for_all()) {
+        if (work.steps == 0)  // nobody else has waited for the rows that are finished then
+            await_prepared(call, work);
         pass_turn(added(call, work.b * (unsigned)call.Hkv + work.h));
+    }
 }
 
 // DIVIDED: leave a share of dK and dV in device memory, in the order of the registers. Who comes last has the sums of all then, in the order of rows.
@@ -505,11 +508,16 @@ __device__ __forceinline__ bool has_all_sums(const Call& call, unsigned char* on
 {
     constexpr int MEMBERS = COMPUTING * WARPGROUP, VECTORS = MEMBERS * (TO_D + TO_V) / 2 / LANE_NUMBERS;
     const unsigned index = once_more(blockIdx.x), thread = once_more(threadIdx.x) - WARPGROUP;  // registers are few while products run
-    const Part part = part_of(call, index);
+    Part part = part_of(call, index);
+    // Where those of a block of keys begin; PAIRED: first those of one of a cluster's two, then those of the other
+    unsigned counted = part.block - (unsigned)call.whole, first = FOLDED ? 2 * counted : index - (unsigned)call.whole - part.number;
+    if constexpr (BY_HEAD) {  // with room for as many as a long one has
+        const KeyBlock place = key_block(call, part.block);
+        counted = place.head * (unsigned)call.blocks + place.block, first = counted * (unsigned)call.group << FOLDED;
+        part.number += (int)place.nth * part.count, part.count *= (int)call.group;
+    }
     if (part.count == 1)
         return true;
-    // Where those of a block of keys begin; PAIRED: first those of one of a cluster's two, then those of the other
-    unsigned first = FOLDED ? 2 * (part.block - (unsigned)call.whole) : index - (unsigned)call.whole - part.number;
     if constexpr (PAIRED)
         first = (first - part.number & ~1u) + index % 2 * part.count;
     float4* const shares = (float4*)(call.sums + call.share) + (long long)first * VECTORS + thread;
@@ -523,7 +531,7 @@ __device__ __forceinline__ bool has_all_sums(const Call& call, unsigned char* on
     unsigned* const others = (unsigned*)(on_chip + AT_LSE);  // nobody reads that any more
     all_meet();
     if (thread == 0)  // the last ones of all counters
-        *others = count_and_see((unsigned*)call.sums - 1 - (part.block - (unsigned)call.whole), part.count - 1);
+        *others = count_and_see((unsigned*)call.sums - 1 - counted, part.count - 1);
     all_meet();
     if (*others != part.count - 1)
         return false;
@@ -1160,38 +1168,15 @@ extern "C" __global__ void __launch_bounds__(THREADS) fa2_backward_rows(const __
 }
 #endif
 
-// dQ = scale * sums, in the dtype of q. Rows of padding hold 0.
+// dQ = scale * sums, in the dtype of q. The last sums first, of which L2 may have some yet.
 extern "C" __global__ void __launch_bounds__(THREADS) fa2_backward_finish(const __grid_constant__ Call call)
 {
     extern __shared__ __align__(SLAB_ALIGNMENT) unsigned char on_chip[];
-    const unsigned number = (unsigned)(blocks_of_head(call) * (PACKED ? 1 : call.B) * call.Hq) - 1 - blockIdx.x;  // the last sums first, of which L2 may have some yet
-    const RowBlock place = row_block(call, number);
-    const long long b = place.b, h = place.h, block = place.block;
-    const Sequence s = sequence(call, b);
-    const long long i0 = block * BR, rows_end = PACKED ? s.q_length : call.Tq;
-    if (PACKED && block < 0 || i0 >= rows_end)
-        return;
-    const int lane = threadIdx.x % WARP_LANES, warp = threadIdx.x / WARP_LANES % WARPS, patch = threadIdx.x / WARPGROUP;
-    const float scale = (float)call.scale;
-    if (patch < PATCHES) {
-        const SumsOfBlock sums(call, b, h, s.q_start, block, patch * PATCH + (warp * (APART ? 2 : DQ_COLUMNS / 8) * WARP_LANES + lane) * LANE_NUMBERS);
-        unsigned char* const slabs = on_chip + (BY_COLUMNS ? patch * BR * SLAB_ROW : 0);
-#pragma unroll
-        for (int n = 0; n < DQ_COLUMNS / SUM; n++) {
-            unsigned x[4];
-#pragma unroll
-            for (int e = 0; e < 2; e++) {
-                const float4 y = sums[((APART ? 2 * WARPS : 2) * n + e) * WARP_LANES];
-                x[2 * e] = pair(y.x * scale, y.y * scale);
-                x[2 * e + 1] = pair(y.z * scale, y.w * scale);
-            }
-            if constexpr (APART)
-                store_across(slabs + patch * 64 * SLAB_ROW + place_across(), n, x);
-            else
-                store_factor<BR>(slabs, BY_ROWS ? patch * 64 : 0, n, x);
-        }
-    }
-    __syncthreads();  // the rows are there
-    elem* const to = row_of(call.dq, s.slot, h, s.q_start + i0);
-    store_rows<BR, TO_D, D, THREADS, BR>(to, call.dq.row, on_chip, 0, (int)(rows_end - i0), (int)(s.q_length - i0));
+    const unsigned parts = QUARTERS * (unsigned)(blocks_of_head(call) * (PACKED ? 1 : call.B) * call.Hq);
+    finish_quarter<PATCHES, PATCH, 64, APART>(call, parts - 1 - blockIdx.x, on_chip, [&](int patch, int n, int row, const unsigned (&x)[4]) {
+        if constexpr (APART)
+            store_across(on_chip + patch * 64 * SLAB_ROW + place_across(), n, x);
+        else
+            store_rows_of_factor<BR>(on_chip + (BY_COLUMNS ? patch * BR * SLAB_ROW : 0), row, n, x);
+    });
 }

@@ -25,7 +25,7 @@
 // 2^-29: as far as P counts.
 
 #define PAIRED 0
-constexpr int FUSED = 0, STORES = 0, DIVIDED = 0, TOGETHER = 0;  // see fa2_backward.cu
+constexpr int FUSED = 0, STORES = 0, DIVIDED = 0, TOGETHER = 0, SETS = 1, BY_HEAD = 0;  // see fa2_backward.cu
 
 #include "backward.cuh"
 
@@ -69,7 +69,7 @@ constexpr int P_POWER = TYPE == FLOAT16 ? 15 : 0;  // P on chip is 2^P_POWER tim
 constexpr float P_LESS = 1.0f / (1 << P_POWER);
 
 // Which rows a step has: those from i0 on, of query head h. DOWN (backward.cuh): blocks of keys take turns, and have fewer rows the later they come. So
-// that none is ahead of those before it, and waits for them, the same rows of all heads come one after the other.
+// that none is ahead of those before it, and waits for them, the same rows of all heads come one after the other. So they do where some are LATE.
 struct Rows {
     int h, i0;
 };
@@ -78,12 +78,12 @@ __device__ __forceinline__ Rows first_of_all(const Call& call, const Work& work)
 
 __device__ __forceinline__ Rows rows_after(const Call& call, const Work& work, Rows x)
 {
-    if constexpr (DOWN) {
-        const int first = work.h * (int)call.group;
-        return x.h + 1 < first + (int)call.group ? Rows{x.h + 1, x.i0} : Rows{first, x.i0 - BR};
-    }
-    if constexpr (LATE)
+    if constexpr (LATE && ONE_HEAD)
         return {x.h, x.i0 + work.stride};
+    if constexpr (DOWN || LATE) {
+        const int first = work.h * (int)call.group;
+        return x.h + 1 < first + (int)call.group ? Rows{x.h + 1, x.i0} : Rows{first, LATE ? x.i0 + work.stride : x.i0 - BR};
+    }
     if ((x.i0 += BR) >= work.i_high)
         x.i0 = work.i_low, x.h += !ROUND;
     if constexpr (ROUND)
@@ -572,30 +572,7 @@ extern "C" __global__ void __launch_bounds__(KEYS_THREADS, 1) fa2_backward_keys(
 extern "C" __global__ void __launch_bounds__(THREADS) fa2_backward_finish(const __grid_constant__ Call call)
 {
     extern __shared__ __align__(SLAB_ALIGNMENT) unsigned char on_chip[];
-    const RowBlock place = row_block(call, blockIdx.x);
-    const long long b = place.b, h = place.h, block = place.block;
-    const Sequence s = sequence(call, b);
-    const long long i0 = block * BR, rows_end = PACKED ? s.q_length : call.Tq;
-    if (PACKED && block < 0 || i0 >= rows_end)
-        return;
-    const float scale = (float)call.scale;
-#pragma unroll
-    for (int patch = threadIdx.x / WARPGROUP; patch < PATCHES; patch += THREADS / WARPGROUP) {
-        const SumsOfBlock sums(call, b, h, s.q_start, block, patch * PATCH + lane_numbers());
-        unsigned char* const slabs = on_chip + patch * (DQ_COLUMNS / SLAB) * BR * SLAB_ROW;
-#pragma unroll
-        for (int n = 0; n < DQ_COLUMNS / SUM; n++) {
-            unsigned x[4];
-#pragma unroll
-            for (int e = 0; e < 2; e++) {
-                const float4 y = sums[(2 * n + e) * WARP_LANES];
-                x[2 * e] = pair(y.x * scale, y.y * scale);
-                x[2 * e + 1] = pair(y.z * scale, y.w * scale);
-            }
-            store_factor<BR>(slabs, 0, n, x);
-        }
-    }
-    __syncthreads();  // the rows are there
-    elem* const to = row_of(call.dq, s.slot, h, s.q_start + i0);
-    store_rows<BR, TO_D, D, THREADS, BR>(to, call.dq.row, on_chip, 0, (int)(rows_end - i0), (int)(s.q_length - i0));
+    finish_quarter<PATCHES, PATCH, BR, false>(call, blockIdx.x, on_chip, [&](int patch, int n, int row, const unsigned (&x)[4]) {
+        store_rows_of_factor<BR>(on_chip + patch * (DQ_COLUMNS / SLAB) * BR * SLAB_ROW, row, n, x);
+    });
 }
