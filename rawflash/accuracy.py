@@ -310,10 +310,13 @@ def _baseline_head(
     """
 
     def rounded(array: np.ndarray) -> np.ndarray:
-        return _round(array, dtype).astype(np.float32)
+        return _round(array, dtype, np.float32)
 
     def in_product(array: np.ndarray) -> np.ndarray:
-        return rounded(array * f32(multiple)) / f32(multiple)
+        return rounded(array) if multiple == 1.0 else rounded(array * f32(multiple)) / f32(multiple)
+
+    def kept(array: np.ndarray) -> np.ndarray:
+        return array if keeps_all else array * Z
 
     def product(A: np.ndarray, B: np.ndarray) -> np.ndarray:
         """``A B^T``, summed over every n-th product, then over those sums."""
@@ -324,23 +327,25 @@ def _baseline_head(
         return total
 
     f32 = np.float32
-    Q, K, V, bias, distance = (a.astype(f32) for a in (x.Q, x.K, x.V, x.bias, x.distance))
+    Q, K, V = (a.astype(f32) for a in (x.Q, x.K, x.V))
     scale, slope, sink, keep_scale = (f32(a) for a in (x.scale, x.slope, x.sink, 1 / (1 - x.dropout)))
     with np.errstate(all="ignore"):
         S = scale * product(Q, K)
-        tanh = np.zeros_like(S)
         if x.softcap is not None:
             tanh = np.tanh(S / f32(x.softcap))
             S = f32(x.softcap) * tanh
-        S = np.where(x.visible, S + bias - slope * distance, f32(-np.inf))
+        if x.bias.any() or slope:  # elsewhere there is nothing to add
+            S = S + x.bias.astype(f32) - slope * x.distance.astype(f32)
+        S = np.where(x.visible, S, f32(-np.inf))
         m = np.maximum(S.max(axis=1, initial=-np.inf), sink)
         m = np.where(m == -np.inf, f32(0), m)
         exp_S = np.where(x.visible, np.exp(S - m[:, None]), f32(0))
         total = exp_S.sum(axis=1) + np.exp(sink - m)
         lse = m + np.log(total)
-        Z = np.where(x.keep, keep_scale, f32(0))
+        keeps_all = x.dropout == 0
+        Z = None if keeps_all else np.where(x.keep, keep_scale, f32(0))
         P = np.where(x.visible, exp_S / total[:, None], f32(0))
-        O = in_product(P * Z) @ V
+        O = in_product(kept(P)) @ V
         results = {"out": O, "lse": lse}
         if dO is not None:
             dO, dlse, O = dO.astype(f32), dlse.astype(f32), rounded(O if given_O is None else given_O)
@@ -348,13 +353,15 @@ def _baseline_head(
             P = np.where(x.visible, np.exp(S - lse[:, None]), f32(0))
             P_sink = np.where(total == 0, f32(0), np.exp(sink - lse))
             gamma = (dO * O).sum(axis=1)
-            dP = np.where(x.keep, product(dO, V) * Z, f32(0))
+            dP = product(dO, V)
+            if not keeps_all:
+                dP = np.where(x.keep, dP * Z, f32(0))
             dS = np.where(x.visible, P * (dP - gamma[:, None] + dlse[:, None]), f32(0))
-            dQK = in_product(np.where(x.visible, dS * (1 - tanh**2), f32(0)))
+            dQK = in_product(dS if x.softcap is None else np.where(x.visible, dS * (1 - tanh**2), f32(0)))
             results |= {
                 "dq": scale * (dQK @ K),
                 "dk": scale * (dQK.T @ Q),
-                "dv": in_product(P * Z).T @ dO,
+                "dv": in_product(kept(P)).T @ dO,
                 "dbias": dS,
                 "dsinks": (P_sink * (dlse - gamma)).sum(),
             }
@@ -394,14 +401,14 @@ def _largest(array: np.ndarray) -> float:
     return float(np.abs(array[np.isfinite(array)]).max(initial=0.0))
 
 
-def _round(array: npt.ArrayLike, dtype: str) -> np.ndarray:
-    """Round to the nearest number of the named dtype, ties to even; float64 comes back."""
+def _round(array: npt.ArrayLike, dtype: str, back: npt.DTypeLike = np.float64) -> np.ndarray:
+    """Round to the nearest number of the named dtype, ties to even; it comes back in a wider one."""
     array = np.asarray(array)
     with np.errstate(over="ignore", under="ignore"):
         if dtype != "bfloat16":
-            return array.astype(dtype).astype(np.float64)
+            return array.astype(dtype).astype(back)
         single = np.array(array, dtype=np.float32, ndmin=1)
         bits = single.view(np.uint32)
         nearest = bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))  # ties to even
         nearest = (nearest & np.uint32(0xFFFF0000)).view(np.float32)
-        return np.where(np.isfinite(single), nearest, single).reshape(array.shape).astype(np.float64)
+        return np.where(np.isfinite(single), nearest, single).reshape(array.shape).astype(back)
