@@ -127,7 +127,7 @@ WGMMA_FUSED = {(False, False): (0.0, 0.0, 0.5), (False, True): (4.0, 1.9, 0.0),
 WGMMA_FUSED_KEYS, WGMMA_FUSED_LAG = 4, 1.0
 WGMMA_FUSED_ROWS, WGMMA_FUSED_IN_ORDER = {64: 256, 128: 448}, {64: 544, 128: 768}
 WGMMA_FUSED_STAGES = 2
-NO_SUMS = {"SUMS": 1, "RESIDUES": 1, "FOLDED": 0}
+NO_SUMS = {"SUMS": 1, "RESIDUES": 1, "DIAGONAL": 0}
 # Blocks of threads that the last blocks of keys are divided among, at most, and what one more costs, in steps.
 WGMMA_DIVIDED_MOST, WGMMA_DIVIDED_COST = 8, 6.0
 # All blocks of keys, where they are few: among so many at most, and of the time without it so much at most. With more
@@ -139,23 +139,26 @@ WGMMA_TOGETHER, WGMMA_TOGETHER_ROWS = {0: 4, 1: 8}, 512
 # In a fixed order such rows go down; up to so many, times the square of the query heads of a key head, no pairs.
 WGMMA_DOWN_ROWS = 512
 # Several sums of dQ in a fixed order: up to so many blocks of keys for each multiprocessor (by the wider of d and dv;
-# whether there is a mask); from so many of a head on, and so many where they would be FOLDED, or without a mask where
+# whether there is a mask); from so many of a head on, and so many where they would be DIAGONAL, or without a mask where
 # they are more than so many for each multiprocessor (by whether there is a mask); with at most so many times as many
 # rows as keys, or keys as rows; up to so many bytes of all of them; and under a mask with at most so many query heads
-# of a key head (by whether there are more than 64 columns), or BY_HEAD up to so many blocks for each multiprocessor.
+# of a key head (by whether there are more than 64 columns), or BY_HEAD up to so many blocks for each multiprocessor (by
+# whether a head has as many as below).
 WGMMA_SUMS: dict[int, tuple[float, float]] = {64: (8.0, 8.0), 128: (4.0, 3.0), 256: (8.0, 12.0)}
 WGMMA_SUMS_KEYS, WGMMA_SUMS_SHORT = {False: (4, 12), True: (8, 12)}, 2.0
 WGMMA_SUMS_UNEVEN, WGMMA_SUMS_BYTES = 8.0, 1 << 30
-WGMMA_SUMS_GROUP, WGMMA_SUMS_BY_HEAD = {False: 4, True: 2}, 3.0
+WGMMA_SUMS_GROUP, WGMMA_SUMS_BY_HEAD = {False: 4, True: 2}, (3.0, 4.0)
 # Different ones of neighbouring blocks of keys: where there are so many blocks of rows for each of those for each
 # multiprocessor (in cuda/sm90/fa2_backward.cu; fa2_backward_wide.cu); of many columns not where sections of two for
 # each multiprocessor (so many, which the last one may exceed) are more than two and have fewer on average. No pairs
-# up to so many.
-WGMMA_SUMS_ROWS, WGMMA_SUMS_WAVES, WGMMA_SUMS_SINGLY = (12.0, 10.0), (2.1, 1.65), 0.25
-# FOLDED: up to so many for each multiprocessor (of a head with fewer blocks of keys than so many; or more). DIAGONAL:
-# so many parts at most, if all of them run at once; so many, if those that have rows do, and all are not more than so
-# many times what runs at once.
-WGMMA_FOLDED, WGMMA_FOLDED_KEYS, WGMMA_DIAGONALS = (1.3, 1.5), 32, (8, 4, 1.5)
+# up to so many. Twice as many where rows have so many blocks, and some blocks of keys are divided in two and others in
+# four or more.
+WGMMA_SUMS_ROWS, WGMMA_SUMS_WAVES, WGMMA_SUMS_SINGLY, WGMMA_SUMS_UNLIKE = (12.0, 10.0), (2.1, 1.65), 0.25, 64
+# DIAGONAL: up to so many for each multiprocessor (of a head with fewer blocks of keys than so many; or more). In rows,
+# what it costs to begin and to end a block of threads, to share a block of keys, and each of the sums that are added up
+# in the end. About so many lengths of parts are tried.
+WGMMA_DIAGONAL, WGMMA_DIAGONAL_KEYS = (1.3, 1.5), 32
+WGMMA_DIAGONAL_COST, WGMMA_DIAGONAL_TRIED = (128.0, 192.0, 64.0), 64
 # Of rows that see a block of keys, on average: from so many on two blocks of threads go through them together; in a
 # fixed order wherever they can. Of an odd number of blocks of keys the last one is beside one that does not exist: from
 # so many on (by whether there is a fixed order, and a mask).
@@ -299,11 +302,16 @@ class Divided(NamedTuple):
 
     halved: int = 0  # blocks of keys that two of them share
     others: int = 0  # and those behind these
-    parts: int = 1  # how many share each of the latter
+    parts: int = 1  # how many share each of the latter, at most where there is a level
+    level: int = 0  # blocks of keys: of the last ones so many of a head have one part, those before them two, and so on
+    up: int = 0  # there, parts that go up
+    keys: int = 0  # blocks of keys of a head
 
     @property
     def threads(self) -> int:
         """Blocks of threads that all of these have."""
+        if self.level:
+            return self.others // self.keys * sum(max(self.keys - n * self.level, 0) for n in range(self.parts))
         return 2 * self.halved + self.parts * self.others
 
     @property
@@ -422,7 +430,7 @@ class Tiles:
         if self.divided.threads:
             last = self.divided.halved + self.divided.others
             which = "last " * bool(self.lag) + str(last)
-            by = "rows" if self.lag else "query heads"
+            by = "rows" if self.lag or self.divided.level else "query heads"
             lines.append(f"  the {which} blocks of keys by {self.divided.threads} blocks of threads, by {by}")
         if self.panel:
             lines.append(f"  softmax by panels of {self.panel} whole rows of scores")
@@ -584,11 +592,11 @@ def _wgmma_keys(problem: Problem, chip: Chip, d: int, dv: int, lag: int) -> Tile
     )  # fmt: skip
     query_blocks, key_blocks = (_padded(n, 1 + paired) for n in (query_blocks, key_blocks))
     divided, processors = Divided(), chip.processors or WGMMA_PROCESSORS
-    has_sums, folded = not (fused and (band or apart)) and _has_sums(problem, processors, bc), False
+    has_sums = not (fused and (band or apart)) and _has_sums(problem, processors, bc)
     by_head = has_sums and _is_by_head(problem, processors, bc)
     of = replace(problem, Hkv=problem.Hq) if by_head else problem  # each query head as if it had keys of its own
     if has_sums and band:
-        divided, folded = _folded(of, processors, br, bc)
+        divided = _levels(of, processors, bc)
     elif not fused:
         divided = _divided_by_heads(problem, processors, br, bc)
     down = not (fused or has_sums) and rows_down(problem)
@@ -600,7 +608,7 @@ def _wgmma_keys(problem: Problem, chip: Chip, d: int, dv: int, lag: int) -> Tile
     stores = _stores(problem) and not (paired or together)
     first_stores = problem.deterministic and (not fused or paired or apart and band)  # else no registers for it
     last_first = stores or problem.deterministic and _has_upper_end(problem) and not down or has_sums
-    sums = _sums(of, processors, br, bc, divided, folded, paired) if has_sums else NO_SUMS
+    sums = _sums(of, processors, br, bc, divided, paired) if has_sums else NO_SUMS
     by_keys = _is_by_keys(problem)  # each half of them has dQ of its own
     turns_apart = problem.deterministic and (band or by_keys) and not (fused or apart)
     resident = (
@@ -673,6 +681,9 @@ def _divided_by_heads(problem: Problem, processors: int, br: int, bc: int) -> Di
     # In a fixed order the last keys begin with rows of their own, for which nobody waits: so rows are not divided
     rows = 1 if problem.deterministic and _has_upper_end(problem) else longest
     most = max(min(WGMMA_HEADS_MOST, group * rows) if blocks < 2 * processors else 1, 1)
+    alike = not problem.has_band and problem.Tq <= 2 * problem.Tk
+    if problem.deterministic and br == WGMMA_BACKWARD_APART and alike:  # many blocks of keys meet at few rows then
+        most = min(most, max(WGMMA_HEADS_FEW, group))
     parts = min((n for n in range(1, most + 1) if n < group or n % group == 0), key=steps)
     return Divided(0, blocks, parts) if steps(parts) < WGMMA_HEADS_GAIN * steps(1) else Divided()
 
@@ -692,7 +703,7 @@ def _has_sums(problem: Problem, processors: int, bc: int) -> bool:
     least, usual = WGMMA_SUMS_KEYS[band]
     waves, narrow = problem.B * problem.Hkv * blocks / processors, columns <= bc
     if band:
-        short = blocks < least or narrow and blocks < usual and 0.5 < waves <= WGMMA_FOLDED[False]
+        short = blocks < least or narrow and blocks < usual and 0.5 < waves <= WGMMA_DIAGONAL[False]
     else:
         short = WGMMA_SLAB < columns <= bc and (blocks < least or blocks < usual and waves > WGMMA_SUMS_SHORT)
     # With more query heads than so many of a key head those before the last keys are far from others' rows, not in L2
@@ -703,8 +714,10 @@ def _has_sums(problem: Problem, processors: int, bc: int) -> bool:
 def _is_by_head(problem: Problem, processors: int, bc: int) -> bool:
     """Do query heads that share keys have blocks of threads of their own then (BY_HEAD there), as there are few?"""
     blocks = problem.B * problem.Hkv * -(-problem.Tk // bc)
-    few = blocks <= processors // 2 < blocks * problem.group <= WGMMA_SUMS_BY_HEAD * processors
-    return few and problem.has_band and problem.group > 1 and not is_wide(problem)
+    columns, group, is_long = max(problem.d, problem.dv), problem.group, problem.Tk >= WGMMA_DIAGONAL_KEYS * bc
+    far = WGMMA_SUMS_GROUP[columns > WGMMA_SLAB] < group <= WGMMA_HEADS_FEW  # else they may come together
+    few = blocks <= processors // 2 and blocks * group <= WGMMA_SUMS_BY_HEAD[is_long] * processors
+    return few and (blocks * group > processors // 2 or far) and problem.has_band and group > 1 and not is_wide(problem)
 
 
 def _is_one_head(problem: Problem, has_sums: bool) -> bool:
@@ -730,7 +743,7 @@ def _sets_of_sums(problem: Problem) -> int:
 
 
 def _sums(
-    problem: Problem, processors: int, br: int, bc: int, divided: Divided, folded: bool, paired: int
+    problem: Problem, processors: int, br: int, bc: int, divided: Divided, paired: int
 ) -> dict[str, int]:
     """How many: of neighbouring blocks of keys different ones, if the next one comes to some rows a single step behind
     this one, in which it may not yet have its turn, and if calls are long enough for what more sums cost."""
@@ -744,31 +757,52 @@ def _sums(
         turns = -(-waves // WGMMA_SUMS_WAVES[0])
         more &= not (band and turns > 2 and waves < WGMMA_SUMS_WAVES[1] * turns)
     else:
-        more = (band or problem.group == 1 and waves <= WGMMA_FOLDED[True]) and rows >= WGMMA_SUMS_ROWS[False] * waves
-    residues = 1 if steps * (1 + paired) >= 2 or not more or parts > WGMMA_HEADS_FEW else 2 if steps >= 0.5 else 4
+        more = (band or problem.group == 1 and waves <= WGMMA_DIAGONAL[True]) and rows >= WGMMA_SUMS_ROWS[False] * waves
+    steps *= 1 + paired
+    residues = 1 if steps >= 2 or not more or parts > WGMMA_HEADS_FEW else 2 if steps > 0.5 else 4
+    if not (band or are_alike) and divided.halved and divided.parts >= WGMMA_HEADS_FEW and rows >= WGMMA_SUMS_UNLIKE:
+        residues *= 2
     if parts * residues * _bytes_of_sums(problem) > WGMMA_SUMS_BYTES:
         residues = 1
-    return {"SUMS": parts * residues, "RESIDUES": residues, "FOLDED": int(folded)}
+    return {"SUMS": parts * residues, "RESIDUES": residues, "DIAGONAL": int(divided.level > 0)}
 
 
-def _folded(problem: Problem, processors: int, br: int, bc: int) -> tuple[Divided, bool]:
-    """How such blocks of keys are divided under a mask, and whether second ones come behind all first ones: few into as
-    many parts as run at once; long ones in two, if all are not many more than run at once."""
-    rows, keys, heads = -(-problem.Tq // br), -(-problem.Tk // bc), problem.B * problem.Hkv
+def _levels(problem: Problem, processors: int, bc: int) -> Divided:
+    """How such blocks of keys are divided under a mask (DIAGONAL in cuda/sm90/backward.cuh): into parts of as many rows
+    each, and so many of these going up, as take least time."""
+    keys, heads = -(-problem.Tk // bc), problem.B * problem.Hkv
+    if heads * keys > WGMMA_DIAGONAL[keys >= WGMMA_DIAGONAL_KEYS] * processors:
+        return Divided()
+    long, held = min(-(-problem.Tq // bc), keys), WGMMA_SUMS_BYTES // _bytes_of_sums(problem)
+    rows = [rows_that_see(problem, j * bc, bc) for j in range(keys - 1, -1, -1)]
+    begin, share, sums = WGMMA_DIAGONAL_COST
 
-    def blocks_of_threads(parts: int) -> int:
-        each = -(-rows // parts)
-        return heads * sum(-(-rows_that_see(problem, j * bc, bc) // (br * each)) for j in range(keys))
+    def lengths(way: Divided) -> list[float]:
+        """Of blocks of threads of one head, in rows, in their order (part_of there)."""
+        up, down, last = [], [], []
+        whole = way.level * bc * problem.group
+        for n, of_all in enumerate(rows):  # those that see the last keys first
+            before = min(n // way.level, way.parts - 1)
+            each = begin + share * (before > 0)
+            left = max(of_all * problem.group - before * whole, 0)
+            *first, end = [whole + each] * before + [left + each]
+            up += [*first, end][: way.up]
+            if before >= way.up:
+                down += first[way.up :]
+                last.append(end)
+        return up + down + sorted(last, reverse=True)
 
-    if heads * keys > processors // 2:
-        fits = heads * keys <= WGMMA_FOLDED[keys >= WGMMA_FOLDED_KEYS] * processors
-        return (Divided(heads * (keys // 2), 0, 2), True) if fits else (Divided(), False)
-    # Most of those without rows come first in the grid: with more than run at once others would begin late for them
-    held, at_once = WGMMA_SUMS_BYTES // _bytes_of_sums(problem), processors / (heads * keys)
-    few, least, more = WGMMA_DIAGONALS
-    most = max(min(few, max(int(at_once), min(least, int(more * at_once))), held), 2)
-    parts = max((n for n in range(2, most + 1) if blocks_of_threads(n) <= processors), default=2)
-    return Divided(0, heads * keys, parts), False
+    fewest = -(-long // max(min(held, WGMMA_DIVIDED_MOST), 2))
+    best, least = Divided(), math.inf
+    for level in range(fewest, min(max(fewest, 3 * long // 4) + 1, long), -(-long // WGMMA_DIAGONAL_TRIED)):
+        parts = -(-long // level)
+        for up in range(parts, 0, -1):
+            way = Divided(0, heads * keys, parts, level, up, keys)
+            some, rest = lengths(way), sums * parts
+            if max(max(some), sum(some) * heads / processors) + rest < least:  # it may be done sooner
+                end = last_end(some, heads, heads, processors) + rest
+                best, least = (way, end) if end < least else (best, least)
+    return best
 
 
 def _together(problem: Problem, paired: int = 0) -> bool:
@@ -870,7 +904,7 @@ def _wgmma_wide(problem: Problem, chip: Chip, d: int, dv: int, stages: int, hand
     )
     processors = chip.processors or WGMMA_PROCESSORS
     has_sums = _has_sums(problem, processors, bc)
-    sums = _sums(problem, processors, br, bc, Divided(), False, 0) if has_sums else NO_SUMS
+    sums = _sums(problem, processors, br, bc, Divided(), 0) if has_sums else NO_SUMS
     last_first = in_order and _has_upper_end(problem) and not rows_down(problem) or has_sums
     constants = {"STAGES": stages, "P_TILES": handed, "DQ_COLUMNS": WGMMA_WIDE_DQ, "FIRST_STORES": int(in_order),
                  "LAST_FIRST": int(last_first), **sums, "ONE_HEAD": int(_is_one_head(problem, has_sums))}  # fmt: skip
@@ -1454,18 +1488,26 @@ def _last_end_of_keys(problem: Problem, chip: Chip, bc: int) -> float:
 
 
 def last_end(
-    lengths: Sequence[float], heads: int, section: int, processors: int, last: Sequence[float] | None = None
+    lengths: Sequence[float], heads: int, section: int, processors: int, last: Sequence[float] | None = None,
+    turn: float = 0.0, in_turn: int = 0,
 ) -> float:
     """When the last multiprocessor is done with pieces of work, of which each head has some of these lengths.
 
     Heads come in sections, of whose pieces those of the first length come first, of all its heads; in the last one
-    those of the first of ``last``. Who is done takes the next one.
+    those of the first of ``last``. Who is done takes the next one. The last ``in_turn`` pieces of a head begin at the
+    same rows of dQ: each at least a ``turn`` behind the one before.
     """
     ends = [0.0] * processors
     for first in range(0, heads, section):
-        for length in last if last and heads - first <= section else lengths:
-            for _ in range(min(section, heads - first)):
-                heapq.heapreplace(ends, ends[0] + length)
+        of_section = last if last and heads - first <= section else lengths
+        turns = [0.0] * min(section, heads - first)
+        for n, length in enumerate(of_section):
+            for head, earliest in enumerate(turns):
+                begin = ends[0]
+                if n >= len(of_section) - in_turn:
+                    begin = max(begin, earliest)
+                    turns[head] = begin + turn
+                heapq.heapreplace(ends, begin + length)
     return max(ends)
 
 

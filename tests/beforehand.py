@@ -195,7 +195,7 @@ def texts(narrowed=()):
             for name, case in sanitize.cases().items():
                 sanitize.plan_for(name)
                 with mock.patch.object(problem, "_MEMO", {}), suppress(AssertionError):
-                    sanitize.check(case)
+                    sanitize.check(case, sanitize.algorithms_of(name))
     return list(loaded)
 
 

@@ -351,30 +351,30 @@ SEVERAL = {
     "late, d = 128": (dict(Hq=16, Tq=1700, Tk=1600, d=128, causal=True), 0, 0),
     "late, d = 256": (dict(B=2, Hq=8, Tq=1000, d=256, causal=True), 0, 0),
     "late, softcap, d = 192, dv = 128": (dict(Hq=12, Tq=700, Tk=900, d=192, dv=128, causal=True, softcap=8.0), 0, 0),
-    "folded, d = 64": (dict(Hq=8, Tq=1700, d=64, causal=True), 1, 1),
-    "folded, d = 128": (dict(Hq=8, Tq=1600, Tk=1700, d=128, causal=True), 1, 1),
-    "folded, offsets": (dict(
+    "two parts, d = 64": (dict(Hq=8, Tq=1700, d=64, causal=True), 1, 1),
+    "two parts, d = 128": (dict(Hq=8, Tq=1600, Tk=1700, d=128, causal=True), 1, 1),
+    "two parts, offsets": (dict(
         B=3, Hq=3, Tq=1500, Tk=1600, d=128, causal=True, q_offset=np.array([-1000, 3, 900])), 1, 1),
-    "folded, lengths": (dict(
+    "two parts, lengths": (dict(
         B=3, Hq=3, Tq=1500, Tk=1600, d=64, causal=True, q_lengths=[1500, 0, 700], kv_lengths=[800, 1600, 77]), 1, 1),
-    "diagonal, d = 64": (dict(Hq=2, Tq=1700, d=64, causal=True), 1, 0),
-    "diagonal, d = 128": (dict(Hq=3, Tq=2000, Tk=1600, d=128, causal=True), 1, 0),
-    "diagonal, alibi": (dict(
-        B=2, Hq=2, Tq=1500, Tk=1600, d=64, causal=True, alibi_slopes=np.array([0.5, 0.01])), 1, 0),
+    "parts, d = 64": (dict(Hq=2, Tq=1700, d=64, causal=True), 1, 1),
+    "parts, d = 128": (dict(Hq=3, Tq=2000, Tk=1600, d=128, causal=True), 1, 1),
+    "parts, alibi": (dict(
+        B=2, Hq=2, Tq=1500, Tk=1600, d=64, causal=True, alibi_slopes=np.array([0.5, 0.01])), 1, 1),
     "no mask, d < dv": (dict(Hq=12, Tq=1536, Tk=1500, d=64, dv=128), 1, 0),
     "no mask, short": (dict(Hq=4, Tq=500, Tk=600, d=128), 1, 0),
     "no mask, softcap, d = 64": (dict(Hq=10, Tq=700, Tk=1700, d=64, softcap=8.0), 1, 0),
     "late, groups, d = 64": (dict(Hq=32, Hkv=16, Tq=1600, Tk=1700, d=64, causal=True), 0, 0),
     "late, groups, d = 256": (dict(B=2, Hq=8, Hkv=4, Tq=1000, d=256, causal=True), 0, 0),
     "late, short, d < dv": (dict(B=2, Hq=14, Tq=1030, d=64, dv=128, causal=True), 0, 0),
-    "folded, groups, d = 128": (dict(Hq=16, Hkv=8, Tq=1700, Tk=1600, d=128, causal=True), 1, 1),
-    "diagonal, groups": (dict(Hq=4, Hkv=2, Tq=1700, d=64, causal=True), 1, 0),
-    "diagonal, short, d = 128": (dict(Hq=5, Tq=1030, Tk=1100, d=128, causal=True), 1, 0),
-    "by head, d = 64": (dict(Hq=8, Hkv=2, Tq=3000, d=64, causal=True), 0, 0),
+    "two parts, groups, d = 128": (dict(Hq=16, Hkv=8, Tq=1700, Tk=1600, d=128, causal=True), 1, 1),
+    "parts, groups": (dict(Hq=4, Hkv=2, Tq=1700, d=64, causal=True), 1, 1),
+    "parts, short, d = 128": (dict(Hq=5, Tq=1030, Tk=1100, d=128, causal=True), 1, 1),
+    "by head, d = 64": (dict(Hq=15, Hkv=5, Tq=1500, d=64, causal=True), 0, 0),
     "by head, alibi, d = 128": (dict(
         Hq=9, Hkv=3, Tq=2500, Tk=2600, d=128, causal=True, alibi_slopes=np.linspace(0, 0.5, 9)), 0, 0),
-    "by head, folded, d = 128": (dict(Hq=8, Hkv=2, Tq=1700, Tk=1600, d=128, causal=True), 1, 1),
-    "by head, folded, lengths": (dict(
+    "by head, parts, d = 128": (dict(Hq=8, Hkv=2, Tq=1700, Tk=1600, d=128, causal=True), 1, 1),
+    "by head, parts, lengths": (dict(
         B=3, Hq=4, Hkv=1, Tq=1500, d=64, causal=True, q_lengths=[1500, 0, 700], kv_lengths=[800, 1500, 77]), 1, 1),
 }
 
@@ -383,14 +383,14 @@ SEVERAL = {
 @pytest.mark.parametrize("name", SEVERAL)
 def test_blocks_of_keys_of_few_heads_in_a_fixed_order(name, dtype, monkeypatch):
     """Backward on sm_90, deterministic: dQ has several sums, which are added up in the end."""
-    options, divided, folded = SEVERAL[name]
+    options, divided, diagonal = SEVERAL[name]
     monkeypatch.setattr(problem, "_MEMO", {})
     case, reference = make_many(few=3, dtype=dtype, deterministic=True, **options)
     gpu = on_gpu(case)
     tiles = rf.explain(gpu.q, gpu.k, gpu.v, "backward", **gpu.options).tiles
     if tiles.chip == "sm_90":
         constants = dict(tiles.constants)
-        assert constants["SUMS"] > 1 and constants["FOLDED"] == folded and (tiles.divided.threads > 0) == divided
+        assert constants["SUMS"] > 1 and constants["DIAGONAL"] == diagonal and (tiles.divided.threads > 0) == divided
         assert constants.get("PAIRED", 0) == ("pairs" in name)
         assert constants.get("BY_HEAD", 0) == name.startswith("by head")
     check_backward_again_and_again(case, reference)

@@ -48,7 +48,7 @@ def test_the_calls_reach_every_kernel_both_ways_of_every_switch(monkeypatch, pla
             if isinstance(case, Decode):
                 gpu.append_and_decode(case, 2)
                 continue
-            for algorithm, on_device in product(gpu.ALGORITHMS, {False, case.cu_seqlens is not None}):
+            for algorithm, on_device in product(sanitize.algorithms_of(name), {False, case.cu_seqlens is not None}):
                 moved = gpu.on_gpu(case, small_on_device=on_device)
                 moved.backward(*moved.forward(algorithm=algorithm), algorithm=algorithm)
     files = {path.relative_to(compiler.CUDA).as_posix() for path in compiler.CUDA.rglob("*.cu")}
@@ -80,11 +80,11 @@ def test_calls_of_16_bits_go_where_their_names_say(name, monkeypatch, plans):
     text = device.programs[1].text
     assert ("constexpr int FUSED = 1;" in text) == name.startswith("warpgroups, rows of others")
     kinds = (("constexpr int", "= 1;"), ("#define", "1"))
-    words = {"PAIRED": "pairs", "FOLDED": "folded", "BY_HEAD": "each head"}
+    words = {"PAIRED": "pairs", "DIAGONAL": "parts", "BY_HEAD": "each head"}
     if "several sums" in name and not wide:
         for switch, word in words.items():
             assert any(f"{kind} {switch} {one}\n" in text for kind, one in kinds) == (word in name)
-        alike = ("divided", "folded", "diagonal", "each head")
+        alike = ("divided", "parts", "each head")
         assert ("constexpr int DIVIDED = 1;" in text) == any(word in name for word in alike)
     assert ("constexpr int SUMS = 1;" not in text) == ("several sums" in name) or not ours
 
@@ -215,8 +215,8 @@ def test_what_a_process_says_at_its_end(monkeypatch, tmp_path, capsys, plans):
     monkeypatch.setitem(sys.modules, "cupy", cupy)
     monkeypatch.setattr(compiler, "load", lambda text: SimpleNamespace(get_function=SimpleNamespace))
 
-    def check(case):
-        assert case != "wrong"
+    def check(case, algorithms):
+        assert case != "wrong" and algorithms == gpu.ALGORITHMS
         broken.extend([case] * (case == "deadly"))
         compiler.load('#line 1 "a.cu"\n')
 

@@ -23,7 +23,8 @@ LENGTHS = dict(B=3, Hq=1, Tq=350, Tk=500, q_lengths=[350, 129, 0], kv_lengths=[2
 OFFSETS = dict(B=3, Hq=1, Tq=300, Tk=500, q_offset=np.array([-100, 20, 700]))
 
 # By how blocks of keys are divided: without a mask not at all, the last ones or all of them alike, by rows or by heads;
-# under one as _folded says. Behind that whether neighbouring blocks of keys may have different sums; what SUMS is.
+# under one into up to so many parts, of which so many go up. Behind that whether neighbouring blocks of keys may have
+# different sums; what SUMS is.
 ROUND = {
     "d = 64": (dict(B=1, Hq=2, Tq=500, Tk=500, d=64), "", False, 2),
     "d = 64, residues": (dict(B=2, Hq=1, Tq=500, Tk=600, d=64), "", True, 4),
@@ -43,7 +44,7 @@ ROUND = {
     "the last ones in two, d = 128": (dict(B=1, Hq=2, Tq=400, Tk=500, d=128), "the last in 2", False, 2),
     "the last ones in two, groups": (dict(B=1, Hq=4, Hkv=2, Tq=300, Tk=400, d=64), "the last in 2", True, 2),
     "halves and thirds": (dict(B=1, Hq=2, Tq=900, Tk=400, d=64), "halves, 3", False, 2),
-    "all in two": (dict(B=1, Hq=2, Tq=500, Tk=500, d=64), "all in 2", True, 4),
+    "all in two": (dict(B=1, Hq=2, Tq=500, Tk=500, d=64), "all in 2", True, 8),
     "all in two, d = 128": (dict(B=1, Hq=2, Tq=400, Tk=500, d=128), "all in 2", True, 4),
     "all in four": (dict(B=1, Hq=1, Tq=1200, Tk=600, d=64), "all in 4", True, 8),
     "all in four, fewer rows": (dict(B=1, Hq=2, Tq=200, Tk=900, d=64), "all in 4", True, 8),
@@ -85,33 +86,29 @@ LATE = {
     "late, d = 192, offsets": (OFFSETS | dict(d=192), "late", False, 2),
     "late, d = 256, lengths": (LENGTHS | dict(d=256), "late", True, 4),
 }  # fmt: skip
-FOLDED = {
-    "folded": (dict(B=1, Hq=2, Tq=600, Tk=700, d=64), "folded", True, 4),
-    "folded, d = 128": (dict(B=2, Hq=1, Tq=400, Tk=600, d=128), "folded", True, 2),
-    "folded, more rows": (dict(B=1, Hq=1, Tq=900, Tk=600, d=128), "folded", False, 2),
-    "folded, an odd block": (dict(B=1, Hq=3, Tq=384, Tk=384, d=64), "folded", False, 2),
-    "folded, lengths": (LENGTHS | dict(d=64), "folded", False, 2),
-    "folded, offsets": (OFFSETS | dict(d=128), "folded", True, 2),
-    "folded, groups": (dict(B=1, Hq=4, Hkv=2, Tq=400, Tk=500, d=64), "folded", True, 2),
-    "folded, groups, d = 128": (OFFSETS | dict(Hq=2, Hkv=1, d=128), "folded", True, 2),
-    "folded, softcap": (dict(B=1, Hq=2, Tq=500, Tk=500, d=64, softcap=3.0), "folded", True, 2),
-    "folded, a window": (dict(B=1, Hq=2, Tq=400, Tk=500, d=64, window=(None, 37)), "folded", True, 4),
-}  # fmt: skip
 DIAGONAL = {
-    "two parts": (dict(B=1, Hq=2, Tq=640, Tk=640, d=64), "2", True, 4),
-    "two parts, d = 128, more rows": (dict(B=1, Hq=1, Tq=900, Tk=600, d=128), "2", True, 2),
-    "two parts, offsets": (OFFSETS | dict(d=128), "2", False, 2),
-    "three parts": (dict(B=1, Hq=2, Tq=640, Tk=640, d=64), "3", True, 6),
-    "three parts, d = 128": (dict(B=1, Hq=1, Tq=700, Tk=900, d=128), "3", False, 3),
-    "three parts, lengths": (LENGTHS | dict(d=64), "3", False, 3),
-    "three parts, a window": (dict(B=1, Hq=2, Tq=400, Tk=500, d=128, window=(None, 37)), "3", False, 3),
-    "five parts": (dict(B=2, Hq=1, Tq=700, Tk=600, d=64), "5", True, 5),
-    "five parts, d = 128, offsets": (OFFSETS | dict(d=128), "5", True, 5),
-    "two parts, groups": (dict(B=1, Hq=4, Hkv=2, Tq=400, Tk=500, d=64), "2", True, 2),
-    "three parts, groups, d = 128": (LENGTHS | dict(Hq=3, Hkv=1, d=128), "3", True, 3),
-    "five parts, groups, alibi": (
-        dict(B=1, Hq=3, Hkv=1, Tq=650, Tk=300, d=64, alibi_slopes=np.array([0.5, 0.1, 0.0])), "5", True, 5),
-    "five parts, alibi": (dict(B=1, Hq=2, Tq=500, Tk=500, d=64, alibi_slopes=np.array([0.5, 0.1])), "5", False, 5),
+    "two parts": (dict(B=1, Hq=2, Tq=640, Tk=640, d=64), "2/1", True, 4),
+    "two parts, d = 128": (dict(B=2, Hq=1, Tq=400, Tk=600, d=128), "2/1", True, 2),
+    "two parts, d = 128, more rows": (dict(B=1, Hq=1, Tq=900, Tk=600, d=128), "2/1", True, 2),
+    "two parts, an odd block": (dict(B=1, Hq=3, Tq=384, Tk=384, d=64), "2/1", False, 2),
+    "two parts, offsets": (OFFSETS | dict(d=128), "2/1", False, 2),
+    "two parts, softcap": (dict(B=1, Hq=2, Tq=500, Tk=500, d=64, softcap=3.0), "2/1", True, 2),
+    "two parts, residues": (dict(B=1, Hq=1, Tq=1100, Tk=1200, d=64), "2/1", True, 4),
+    "three parts": (dict(B=1, Hq=2, Tq=640, Tk=640, d=64), "3/1", True, 6),
+    "three parts, d = 128": (dict(B=1, Hq=1, Tq=700, Tk=900, d=128), "3/2", False, 3),
+    "three parts, up": (dict(B=1, Hq=1, Tq=640, Tk=768, d=128), "3/3", False, 3),
+    "three parts, more rows": (dict(B=1, Hq=1, Tq=1200, Tk=760, d=128), "3/1", False, 3),
+    "three parts, fewer rows": (dict(B=1, Hq=1, Tq=600, Tk=1300, d=64), "3/2", False, 3),
+    "three parts, lengths": (LENGTHS | dict(d=64), "3/1", False, 3),
+    "three parts, a window": (dict(B=1, Hq=2, Tq=600, Tk=700, d=128, window=(None, 37)), "3/2", False, 3),
+    "five parts": (dict(B=2, Hq=1, Tq=700, Tk=600, d=64), "5/2", True, 5),
+    "four parts, d = 128, offsets": (OFFSETS | dict(Tq=500, Tk=700, d=128), "4/3", True, 4),
+    "two parts, groups": (dict(B=1, Hq=4, Hkv=2, Tq=400, Tk=500, d=64), "2/1", True, 2),
+    "two parts, groups, d = 128": (OFFSETS | dict(Hq=2, Hkv=1, d=128), "2/1", True, 2),
+    "three parts, groups, d = 128": (LENGTHS | dict(Hq=3, Hkv=1, d=128), "3/2", True, 3),
+    "three parts, groups, alibi": (
+        dict(B=1, Hq=3, Hkv=1, Tq=650, Tk=300, d=64, alibi_slopes=np.array([0.5, 0.1, 0.0])), "3/1", True, 3),
+    "four parts, alibi": (dict(B=1, Hq=2, Tq=500, Tk=500, d=64, alibi_slopes=np.array([0.5, 0.1])), "4/2", False, 4),
 }  # fmt: skip
 BY_HEAD = {
     "by head, late": (dict(B=1, Hq=4, Hkv=2, Tq=400, Tk=600, d=64), "by head, late", True, 4),
@@ -121,15 +118,15 @@ BY_HEAD = {
     "by head, late, alibi": (
         dict(B=2, Hq=4, Hkv=2, Tq=300, Tk=300, d=64, alibi_slopes=np.array([0.5, 0.1, 0.0, 0.3])),
         "by head, late", False, 2),
-    "by head, folded": (dict(B=1, Hq=4, Hkv=2, Tq=500, Tk=600, d=64), "by head, folded", True, 4),
-    "by head, folded, d = 128": (dict(B=2, Hq=3, Hkv=1, Tq=350, Tk=400, d=128), "by head, folded", True, 2),
-    "by head, folded, offsets": (OFFSETS | dict(Hq=2, Hkv=1, d=128), "by head, folded", False, 2),
-    "by head, folded, lengths": (LENGTHS | dict(Hq=4, Hkv=2, d=64), "by head, folded", True, 4),
-    "by head, folded, more rows": (dict(B=1, Hq=3, Hkv=1, Tq=900, Tk=384, d=64), "by head, folded", False, 2),
+    "by head, two parts": (dict(B=1, Hq=4, Hkv=2, Tq=500, Tk=600, d=64), "by head, 2/1", True, 4),
+    "by head, three parts, d = 128": (dict(B=2, Hq=3, Hkv=1, Tq=350, Tk=400, d=128), "by head, 3/1", True, 3),
+    "by head, two parts, offsets": (OFFSETS | dict(Hq=2, Hkv=1, d=128), "by head, 2/1", False, 2),
+    "by head, two parts, lengths": (LENGTHS | dict(Hq=4, Hkv=2, d=64), "by head, 2/1", True, 4),
+    "by head, three parts, more rows": (dict(B=1, Hq=3, Hkv=1, Tq=900, Tk=384, d=64), "by head, 3/2", False, 3),
 }  # fmt: skip
 BANDS = {
     name: (options if "window" in options else options | CAUSAL, *more)
-    for name, (options, *more) in (LATE | FOLDED | DIAGONAL | BY_HEAD).items()
+    for name, (options, *more) in (LATE | DIAGONAL | BY_HEAD).items()
 }
 CASES = {name: (options | {"deterministic": True}, *more) for name, (options, *more) in (ROUND | BANDS).items()}
 
@@ -140,7 +137,7 @@ def several(monkeypatch, undivided):  # noqa: F811
     monkeypatch.setattr(tiling, "WGMMA_SUMS", {256: (np.inf, np.inf)})
     monkeypatch.setattr(tiling, "WGMMA_SUMS_KEYS", {False: (0, 0), True: (0, 0)})
     monkeypatch.setattr(tiling, "WGMMA_SUMS_UNEVEN", np.inf)
-    monkeypatch.setattr(tiling, "WGMMA_FOLDED", (np.inf, np.inf))
+    monkeypatch.setattr(tiling, "WGMMA_DIAGONAL", (np.inf, np.inf))
     monkeypatch.setattr(tiling, "WGMMA_SUMS_GROUP", {False: np.inf, True: np.inf})
     monkeypatch.setattr(tiling, "WGMMA_SUMS_SINGLY", 0)
     monkeypatch.setattr(tiling, "_is_by_head", lambda *_: False)
@@ -148,6 +145,7 @@ def several(monkeypatch, undivided):  # noqa: F811
 
 def plan(how, residues, monkeypatch, request):
     """Blocks of keys are divided as ``how`` says."""
+    how, _, up = how.partition("/")
     parts = int(how[-1]) if how[-1:].isdigit() else 1
 
     def in_parts(blocks):
@@ -157,9 +155,14 @@ def plan(how, residues, monkeypatch, request):
             return tiling.Divided(2, blocks - 2, 3)
         return tiling.Divided(0, min(4, blocks - 2) if "last" in how else blocks, parts)
 
-    def folded(problem, processors, br, bc):
-        heads, keys = problem.B * problem.Hkv, blocks_of(problem.Tk, bc)
-        return (tiling.Divided(heads * (keys // 2), 0, 2), True) if how == "folded" else (in_parts(heads * keys), False)
+    def levels(problem, processors, bc):
+        if parts == 1:
+            return tiling.Divided()
+        keys = blocks_of(problem.Tk, bc)
+        long = min(blocks_of(problem.Tq, bc), keys)
+        level = blocks_of(long, parts)
+        assert blocks_of(long, level) == parts, "as many as there are blocks of rows"
+        return tiling.Divided(0, problem.B * problem.Hkv * keys, parts, level, int(up), keys)
 
     if how.startswith("by head, "):
         monkeypatch.setattr(tiling, "_is_by_head", lambda *_: True)
@@ -169,7 +172,7 @@ def plan(how, residues, monkeypatch, request):
         return in_parts(problem.B * problem.Hkv * blocks_of(problem.Tk, bc))
 
     monkeypatch.setattr(tiling, "WGMMA_SUMS_ROWS", (0, 0) if residues else (np.inf, np.inf))
-    monkeypatch.setattr(tiling, "_folded", folded)
+    monkeypatch.setattr(tiling, "_levels", levels)
     monkeypatch.setattr(tiling, "_divided", lambda blocks, *_: in_parts(blocks))
     if how.startswith("by heads"):
         monkeypatch.setattr(tiling, "_divided_by_heads", by_heads)
@@ -197,7 +200,7 @@ def test_several_sums(name, device_by_name, taken, zeros, monkeypatch, request):
     assert constants["SUMS"] == sums and nbytes <= counters(case, constants)
     is_wide = case.q.shape[-1] > 128
     if not is_wide:
-        assert constants["PAIRED"] == how.startswith("pairs") and constants["FOLDED"] == how.endswith("folded")
+        assert constants["PAIRED"] == how.startswith("pairs") and constants["DIAGONAL"] == ("/" in how)
         assert constants["DIVIDED"] == (how not in ("", "late", "pairs"))
         assert constants["BY_HEAD"] == how.startswith("by head,")
 
@@ -208,11 +211,11 @@ def spoiled(array):
     return array
 
 
-@pytest.mark.parametrize("d, how", [(64, "late"), (64, "folded"), (64, "2"), (64, "3"), (256, "late")])
+@pytest.mark.parametrize("d, how", [(64, "late"), (64, "2/1"), (64, "4/2"), (256, "late")])
 def test_rows_that_see_no_key(d, how, device_by_name, zeros, monkeypatch, request):  # noqa: F811
     """Nobody adds to their sums, and dq is 0."""
     plan(how, True, monkeypatch, request)
-    case = prepared(dict(B=1, Hq=2, Tq=400, Tk=400, d=d, causal=True, q_offset=-200, deterministic=True), "float16")
+    case = prepared(dict(B=1, Hq=2, Tq=500, Tk=500, d=d, causal=True, q_offset=-200, deterministic=True), "float16")
     moved = wide.narrow.on_device(case, False)
     dq = np.asarray(moved.backward(*moved.forward())[0]).astype(np.float64)
     assert not dq[..., :200, :].any() and np.isfinite(dq).all() and dq[..., 200:, :].any(-1).all()
@@ -223,8 +226,8 @@ def test_rows_that_see_no_key(d, how, device_by_name, zeros, monkeypatch, reques
 @pytest.mark.parametrize("early", [False, True])
 @pytest.mark.parametrize("name", [
     "d = 64, residues", "d = 128", "the last ones in two", "all in four", "by heads and rows", "pairs, all in four",
-    "d = 192, residues", "late, residues", "late, offsets", "late, d = 256, lengths", "folded", "folded, offsets",
-    "two parts, d = 128, more rows", "three parts, lengths",
+    "d = 192, residues", "late, residues", "late, offsets", "late, d = 256, lengths", "two parts", "two parts, offsets",
+    "two parts, d = 128, more rows", "three parts, fewer rows", "three parts, lengths",
 ])  # fmt: skip
 def test_each_block_of_keys_adds_in_its_turn(name, early, monkeypatch, taken, request):  # noqa: F811
     """Not before: its number is exactly that of those that have added to these sums of the rows."""
@@ -236,7 +239,7 @@ def test_each_block_of_keys_adds_in_its_turn(name, early, monkeypatch, taken, re
     check_turns(options, early, waits, FILE if options["d"] <= 128 else wide.FILE, monkeypatch, taken)
 
 
-@pytest.mark.parametrize("seed", range(25))
+@pytest.mark.parametrize("seed", range(40))
 def test_any_call(seed, device_by_name, taken, zeros, monkeypatch, request):  # noqa: F811
     """Drawn, the same ones each time."""
     rng = np.random.default_rng(seed)
@@ -250,9 +253,11 @@ def test_any_call(seed, device_by_name, taken, zeros, monkeypatch, request):  # 
         options["q_offset"] = rng.integers(-Tq, Tk + 1, B)
     hows = ["late"] if causal else [""]
     if d <= 128:
-        by_head = ["by head, late", "by head, folded"] * (group > 1)
-        hows = ["", "all in 2", "all in 4", "by heads in 2"]
-        hows = ["late", "folded", "2", "3", "4", "5", *by_head] if causal else hows
+        blocks = blocks_of(min(Tq, Tk), 128)
+        some = [n for n in range(2, 6) if blocks_of(blocks, blocks_of(blocks, n)) == n]
+        parts = [f"{n}/{up}" for n in some for up in range(1, n)]
+        by_head = [f"by head, {how}" for how in ("late", *parts)] * (group > 1)
+        hows = ["late", *parts, *by_head] if causal else ["", "all in 2", "all in 4", "by heads in 2"]
     how = str(rng.choice(hows))
     if how == "all in 4" and Tq < 512 or how == "all in 2" and Tq < 256:
         how = ""  # not more parts than blocks of rows
@@ -274,11 +279,11 @@ def test_sections_and_late_blocks_of_keys(heads, T, section, late, monkeypatch):
 
 
 @pytest.mark.parametrize("heads, T, d, words", [
-    (1, 4096, 128, (0, 0, 4)), (1, 4096, 64, (0, 0, 4)), (2, 4096, 128, (0, 0, 3)), (3, 8192, 128, (96, 96, 2)),
+    (1, 4096, 128, (7, 5, 7)), (1, 4096, 64, (7, 5, 7)), (2, 4096, 128, (2, 9, 4)), (3, 8192, 128, (1, 25, 3)),
     (5, 4096, 256, (320, 52, 1)),
 ])  # fmt: skip
 def test_words_of_divided_blocks_of_keys(heads, T, d, words, monkeypatch):
-    """Those that are whole, those in two parts (or late, where none is divided), and the parts of others."""
+    """Parts that go up, blocks of keys of a level, and parts; or blocks of keys that are whole, and late ones."""
     monkeypatch.undo()
     problem = Problem(B=1, Hq=heads, Hkv=heads, Tq=T, Tk=T, d=d, dv=d, dtype="bfloat16", backend="cupy_raw",
                       causal=True, deterministic=True)  # fmt: skip
@@ -290,7 +295,7 @@ def test_words_of_divided_blocks_of_keys(heads, T, d, words, monkeypatch):
 # ---- the tests can fail ---------------------------------------------------------------------------------------
 
 IS_THERE = "SUMS == 1 || *turns(call, at) > 0 ?"
-LATER = "DOWN_LATER && which > 0 ? -BR : BR"
+LATER, DOWN, LAST = "which > 0 ? -BR : BR", "is_down ? -BR : BR", "part.number + 1 < part.count && work"
 BROKEN = {
     "": ("late", "", ""),
     "sums that nobody has added to are read": ("late", IS_THERE, "true ?"),
@@ -305,9 +310,9 @@ BROKEN = {
         "d < dv", "(BY_KEYS && SETS == 1 ? 0 : n * PATCH)", "(BY_KEYS ? 0 : n * PATCH)"),
     "shares of the second head are those of the first": (
         "by head, late", "part.number += (int)place.nth * part.count,", ""),
-    "shares are summed of one head": ("by head, folded", ", part.count *= (int)call.group;", ";"),
+    "shares are summed of one head": ("by head, two parts", ", part.count *= heads;", ";"),
     "shares lie in those of other blocks of keys": (
-        "by head, folded", "counted * (unsigned)call.group << FOLDED;", "counted * (unsigned)call.group;"),
+        "by head, two parts", "counted * heads * (DIAGONAL ? (unsigned)call.parts : 1);", "counted * heads;"),
     "query heads are the first ones of their groups": (
         "by head, late, d = 128", "(BY_HEAD ? (int)place.nth : 0)", "0"),
     "the last kernel reads those of other sequences": ("late, residues", "b + n * call.B", "b + n"),
@@ -315,7 +320,7 @@ BROKEN = {
     "turns are as if neighbours had the same sums, late": ("late, residues", "- mine) / RESIDUES;", "- mine);"),
     "turns are as if neighbours had the same sums, d = 256": (
         "d = 192, residues", "- mine) / RESIDUES;", "- mine);"),
-    "neighbours have the same sums": ("folded", "+ work.j0 / KEYS % RESIDUES)", ")"),
+    "neighbours have the same sums": ("two parts", "+ work.j0 / KEYS % RESIDUES)", ")"),
     "sums are those of the sequence alone": ("late, residues", "work.b + (which *", "work.b + 0 * (which *"),
     "sums lie where those of other sequences are": (
         "late, residues", "KEYS % RESIDUES) * (int)call.B;", "KEYS % RESIDUES);"),
@@ -327,12 +332,19 @@ BROKEN = {
     "own rows are a block later": (
         "d = 128", "(first < last ? first : last);", "(first < last ? first : last) + STEP_ROWS;"),
     "own rows may be behind the last ones": ("fewer rows", "(first < last ? first : last);", "first;"),
-    "late ones go up": ("late", LATER, "FOLDED && which > 0 ? -BR : BR"),
-    "late ones go up, d = 256": ("late, d = 256", LATER, "FOLDED && which > 0 ? -BR : BR"),
-    "second parts go up": ("folded", LATER, "LATE && which > 0 ? -BR : BR"),
-    "second parts are not in reverse": ("folded", "2 * all - 1 - index", "index - all"),
-    "turns are those of the first part": ("three parts, d = 128", "i0 - (DIAGONAL ? work.behind : 0)", "i0"),
-    "parts have rows of the next one": ("two parts", "work.i_high < work.i_low + each ?", "true ?"),
+    "late ones go up": ("late", LATER, "BR"),
+    "late ones go up, d = 256": ("late, d = 256", LATER, "BR"),
+    "second parts go up": ("two parts", DOWN, "BR"),
+    "last parts are those of the last keys first": (
+        "three parts, d = 128", "(is_longer ? level : level - longer) - 1 - n / of", "n / of"),
+    "parts that others follow are those of the last keys first": (
+        "three parts, more rows", "last * level + keys - 1 - n / each, up", "last * level + n / each, up"),
+    "turns are those of the first part": ("three parts, up", "before = i0 - work.behind;", "before = i0;"),
+    "turns of parts that go down begin with the first keys": ("three parts", "mine - end) /", "mine) /"),
+    "all blocks of keys have all parts": (
+        "four parts, d = 128, offsets", "begun < work.late ? begun : work.late;", "begun;"),
+    "parts have rows of the next one": ("two parts", LAST, "false && work"),
+    "the last part is as long as others": ("two parts, offsets", LAST, "work"),
 }  # fmt: skip
 
 

@@ -707,9 +707,10 @@ def test_float64_blocks_in_which_P_stays(arch, d, dv, bc):
 @example(blocks=1, rows=5, group=8, processors=132)
 def test_the_last_blocks_of_keys_are_divided(blocks, rows, group, processors):
     """Into one turn of all multiprocessors, or two, which end earlier than one whole block of keys."""
-    halved, others, parts = divided = tiling._divided(blocks, rows, group, processors)
+    divided = tiling._divided(blocks, rows, group, processors)
+    halved, others, parts = divided[:3]
     if not divided.threads:
-        assert divided == (0, 0, 1) and divided.more == 0
+        assert divided == tiling.Divided() and divided.more == 0
         return
     assert halved + others == blocks % processors
     assert 2 * halved <= processors and parts * others <= processors
@@ -723,11 +724,43 @@ def test_the_last_blocks_of_keys_are_divided(blocks, rows, group, processors):
 @example(blocks=3, rows=64, group=1, processors=1)
 def test_clusters_are_divided_as_a_whole(blocks, rows, group, processors):
     """Both blocks of keys of each, between pairs of blocks of rows; each multiprocessor has at most one in a turn."""
-    halved, others, parts = divided = tiling._divided(2 * blocks, 2 * rows, group, processors, 2)
+    divided = tiling._divided(2 * blocks, 2 * rows, group, processors, 2)
+    halved, others, parts = divided[:3]
     processors = max(processors, 2)
     assert halved % 2 == others % 2 == 0 and 2 * halved <= processors and parts * others <= processors
     if divided.threads:
         assert halved + others == 2 * (blocks % (processors // 2)) and 1 < parts <= rows
+
+
+@given(keys=st.integers(1, 200), rows=st.integers(1, 200), heads=st.integers(1, 5), level=st.integers(1, 200))
+@example(keys=33, rows=33, heads=2, level=16)
+def test_blocks_of_threads_of_levels(keys, rows, heads, level):
+    """Of the last blocks of keys of a head so many have one each, those before them two, and so on."""
+    parts = -(-min(keys, rows) // level)
+    divided = tiling.Divided(0, heads * keys, parts, level, 1, keys)
+    assert divided.threads == heads * sum(min(n // level + 1, parts) for n in range(keys))
+
+
+@pytest.mark.parametrize("heads, Tq, Tk", [(1, 4096, 4096), (3, 3072, 3072), (2, 9000, 3000), (2, 3000, 9000)])
+def test_parts_go_up_and_down(heads, Tq, Tk):
+    """All rows have a part, and dQ as many sums as a block of keys has parts."""
+    tiles = in_order(Hq=heads, Tq=Tq, Tk=Tk, causal=True)
+    divided, keys = tiles.divided, -(-Tk // 128)
+    assert dict(tiles.constants)["DIAGONAL"] and divided.keys == keys and divided.others == heads * keys
+    assert divided.parts * divided.level * 128 >= min(Tq, keys * 128) and 1 <= divided.up <= divided.parts
+    assert divided.parts == dict(tiles.constants)["SUMS"]
+
+
+def test_a_block_of_rows_has_no_parts():
+    constants = dict(in_order(Hq=1, Tq=128, Tk=1024, causal=True).constants)
+    assert constants["SUMS"] == 2 and not constants["DIAGONAL"]
+
+
+def test_pieces_that_begin_in_turn():
+    """The third one two later than the second, the last two later than that."""
+    assert tiling.last_end([5.0, 4.0, 3.0, 3.0], 1, 1, 4) == 5.0
+    assert tiling.last_end([5.0, 4.0, 3.0, 3.0], 1, 1, 4, turn=2.0, in_turn=3) == 7.0
+    assert tiling.last_end([5.0, 4.0, 3.0, 3.0], 2, 2, 8, turn=2.0, in_turn=3) == 7.0  # each head by itself
 
 
 @pytest.mark.parametrize("options, paired", [
@@ -869,24 +902,24 @@ def test_rows_and_keys_of_a_band(Tq, Tk, at, size, data):
         assert tiling.keys_seen(x, at, size) == visible[at : at + size].any(0).sum()
 
 
-@pytest.mark.parametrize("options, sums", [  # SUMS, RESIDUES, FOLDED, and in how many parts
+@pytest.mark.parametrize("options, sums", [  # SUMS, RESIDUES, DIAGONAL, and in how many parts
     (dict(Hq=1, T=16384, d=64), (4, 2, 0, 1)), (dict(Hq=1, T=16384, d=64, causal=True), (4, 2, 1, 2)),
     (dict(Hq=1, T=16384), (2, 1, 0, 1)), (dict(Hq=1, T=16384, causal=True), (2, 1, 1, 2)),
     (dict(Hq=1, T=16384, d=256), (4, 2, 0, 1)), (dict(Hq=1, T=16384, d=256, causal=True), (4, 2, 0, 1)),
     (dict(d=64), (4, 2, 0, 1)), (dict(), (2, 1, 0, 1)), (dict(d=256), (4, 2, 0, 1)), (dict(causal=True), (2, 1, 1, 2)),
     (dict(window=(None, 9)), (2, 1, 1, 2)), (dict(Hq=16, T=4096, causal=True), (1, 1, 0, 1)),
-    (dict(Hq=1, causal=True, d=64), (8, 2, 0, 4)), (dict(Hq=1, causal=True), (4, 1, 0, 4)),
-    (dict(Hq=2, causal=True), (3, 1, 0, 3)), (dict(Hq=1, causal=True, d=256), (4, 2, 0, 1)),
-    (dict(Hq=3, T=8192, causal=True, d=64), (4, 2, 1, 2)), (dict(Hq=3, T=8192, causal=True), (2, 1, 1, 2)),
+    (dict(Hq=1, causal=True, d=64), (7, 1, 1, 7)), (dict(Hq=1, causal=True), (7, 1, 1, 7)),
+    (dict(Hq=2, causal=True), (4, 1, 1, 4)), (dict(Hq=1, causal=True, d=256), (4, 2, 0, 1)),
+    (dict(Hq=3, T=8192, causal=True, d=64), (6, 2, 1, 3)), (dict(Hq=3, T=8192, causal=True), (3, 1, 1, 3)),
     (dict(Hq=16, Hkv=4, d=64), (2, 1, 0, 1)), (dict(Hq=16, Hkv=4), (2, 1, 0, 1)),
     (dict(Hq=16, Hkv=4, d=256), (4, 2, 0, 1)), (dict(T=2048, Tq=16384), (2, 1, 0, 2)),
-    (dict(T=2048, Hq=1, causal=True), (8, 1, 0, 8)), (dict(T=6144, Hq=1, causal=True), (4, 1, 0, 4)),
-    (dict(T=1408, Hq=5, causal=True), (3, 1, 0, 3)), (dict(T=1024, causal=True), (4, 1, 0, 4)),
+    (dict(T=2048, Hq=1, causal=True), (8, 1, 1, 8)), (dict(T=6144, Hq=1, causal=True), (5, 1, 1, 5)),
+    (dict(T=1408, Hq=5, causal=True), (4, 1, 1, 4)), (dict(T=1024, causal=True), (4, 1, 1, 4)),
     (dict(T=1024, Hq=16, causal=True), (1, 1, 0, 1)), (dict(T=1024, Hq=24, causal=True), (2, 1, 0, 1)),
-    (dict(T=1024), (4, 2, 0, 4)), (dict(T=1024, Hq=32), (2, 1, 0, 1)), (dict(T=1024, Hq=64), (1, 1, 0, 1)),
+    (dict(T=1024), (8, 4, 0, 4)), (dict(T=1024, Hq=32), (2, 1, 0, 1)), (dict(T=1024, Hq=64), (1, 1, 0, 1)),
     (dict(Hq=8, Hkv=4, causal=True), (2, 1, 1, 2)), (dict(Hq=16, Hkv=4, d=64, causal=True), (2, 1, 1, 2)),
     (dict(Hq=32, Hkv=16, d=64, causal=True), (2, 1, 0, 1)), (dict(Hq=8, Hkv=4, d=256, causal=True), (2, 1, 0, 1)),
-    (dict(Hq=4, Hkv=2, T=2048, causal=True), (4, 1, 0, 4)), (dict(Hq=8, Hkv=1, causal=True), (2, 1, 0, 1)),
+    (dict(Hq=4, Hkv=2, T=2048, causal=True), (6, 1, 1, 6)), (dict(Hq=8, Hkv=1, causal=True), (2, 1, 0, 1)),
     (dict(Hq=4, Hkv=2, causal=True), (2, 1, 1, 2)), (dict(Hq=10, d=256, causal=True), (2, 1, 0, 1)),
     (dict(Hq=9, T=8192, d=256, causal=True), (4, 2, 0, 1)), (dict(Hq=32, d=64, dv=128, causal=True), (2, 1, 0, 1)),
 ])  # fmt: skip
@@ -895,7 +928,7 @@ def test_which_calls_have_several_sums(options, sums):
     tiles = in_order(**options)
     assert tiles.family == tiling.WGMMA
     constants = dict(tiles.constants)
-    assert (*(constants[name] for name in ("SUMS", "RESIDUES", "FOLDED")), tiles.divided.parts) == sums
+    assert (*(constants[name] for name in ("SUMS", "RESIDUES", "DIAGONAL")), tiles.divided.parts) == sums
 
 
 @pytest.mark.parametrize("options", [
@@ -914,7 +947,8 @@ def test_which_calls_have_not(options, d):
 
 @pytest.mark.parametrize("options, by_head", [
     (dict(Hq=8, Hkv=1), 1), (dict(Hq=8, Hkv=2), 1), (dict(Hq=4, Hkv=2), 1), (dict(Hq=8, Hkv=4), 0),
-    (dict(Hq=2, Hkv=1, T=2048), 0), (dict(Hq=16, Hkv=1), 0), (dict(Hq=8, Hkv=1, causal=False), 0),
+    (dict(Hq=2, Hkv=1, T=2048), 0), (dict(Hq=32, Hkv=1), 0), (dict(Hq=8, Hkv=1, causal=False), 0),
+    (dict(Hq=16, Hkv=1), 1), (dict(Hq=32, Hkv=2, T=2048), 0), (dict(Hq=4, Hkv=1, T=1024), 1),
     (dict(Hq=8, Hkv=1, d=256), 0), (dict(Hq=8, Hkv=1, deterministic=False), 0), (dict(Hq=8, Hkv=1, varlen=True), 0),
     (dict(Hq=8, Hkv=1, d=64), 1), (dict(Hq=4), 0),
 ])  # fmt: skip
@@ -950,7 +984,7 @@ def in_order(**options):
 def test_which_calls_have_divided_blocks_of_keys(options, divided):
     fixed = dict(B=4, Hq=16, Hkv=16, Tq=4096, Tk=4096, d=128, dv=128, dtype="bfloat16", backend="cupy_raw")
     tiles = plan_tiles(problem(**(fixed | options)), H200, "backward")
-    assert tiles.family == tiling.WGMMA and tiles.divided == divided
+    assert tiles.family == tiling.WGMMA and tiles.divided[:3] == divided
     assert dict(tiles.constants).get("DIVIDED", 0) == (divided != (0, 0, 1))
     assert ("the last 68 blocks of keys by 148 blocks of threads" in str(tiles)) == (divided == (66, 2, 8))
 
@@ -970,29 +1004,31 @@ def test_few_blocks_of_keys_are_divided_by_heads(options, divided):
     tiles = plan_tiles(problem(**(fixed | options)), H200, "backward")
     constants = dict(tiles.constants)
     if constants.get("FUSED"):
-        assert options.get("Hkv", 7) > 4 and tiles.divided == divided
+        assert options.get("Hkv", 7) > 4 and tiles.divided[:3] == divided
     else:
-        assert tiles.divided == divided and constants.get("TOGETHER", 0) == (divided[1] > 0 or "causal" in options)
+        assert tiles.divided[:3] == divided and constants.get("TOGETHER", 0) == (divided[1] > 0 or "causal" in options)
     assert not (constants.get("STORES") and constants.get("TOGETHER"))
 
 
 @pytest.mark.parametrize("heads, T, d, parts, in_order", [
     # A mask, few heads: as many as the longest then take no longer than all together
-    (6, 2048, 128, 2, 48), (8, 2048, 128, 2, 64), (10, 2048, 128, 1, 80), (5, 4096, 128, 2, 80),
-    (6, 4096, 128, 1, 96), (3, 8192, 128, 2, 96), (4, 4096, 64, 2, 64), (12, 2048, 64, 1, 0), (16, 1024, 128, 1, 0),
-    (8, 384, 128, 1, 0),
+    (6, 2048, 128, 2, (3, 7, 1)), (8, 2048, 128, 2, (2, 9, 1)), (10, 2048, 128, 1, (2, 9, 1)),
+    (5, 4096, 128, 2, (2, 17, 1)), (6, 4096, 128, 1, (2, 17, 1)), (3, 8192, 128, 2, (3, 25, 1)),
+    (4, 4096, 64, 2, (2, 16, 1)), (12, 2048, 64, 1, (1, 0, 0)), (16, 1024, 128, 1, (1, 0, 0)),
+    (8, 384, 128, 1, (1, 0, 0)),
 ])  # fmt: skip
 def test_blocks_of_keys_of_uneven_lengths_are_divided(heads, T, d, parts, in_order):
-    """As measured (bench/notes/sm90.md, run AB). In a fixed order long ones in two (FOLDED)."""
+    """As measured (bench/notes/sm90.md, run AB). In a fixed order into so many parts, of as many rows as so many blocks
+    of keys, so many of which go up (DIAGONAL)."""
     fixed = dict(B=1, Hq=heads, Hkv=heads, Tq=T, Tk=T, d=d, dv=d, dtype="bfloat16", backend="cupy_raw", causal=True)
     assert plan_tiles(problem(**fixed), H200, "backward").divided.parts == parts
-    assert plan_tiles(problem(**fixed, deterministic=True), H200, "backward").divided.halved == in_order
+    assert plan_tiles(problem(**fixed, deterministic=True), H200, "backward").divided[2:5] == in_order
 
 
 @pytest.mark.parametrize("heads, T, d, parts, in_order", [
-    ((16, 4), 512, 64, 4, 4), ((10, 5), 2048, 64, 2, 2), ((24, 12), 1024, 64, 2, 2), ((24, 6), 1500, 128, 4, 4),
-    ((16, 4), 3000, 64, 4, 2), ((24, 6), 4096, 128, 2, 2), ((64, 8), 3000, 128, 4, 4), ((96, 3), 4096, 128, 8, 8),
-    ((6, 3), 3000, 128, 4, 2),
+    ((16, 4), 512, 64, 4, 4), ((10, 5), 2048, 64, 2, 3), ((24, 12), 1024, 64, 2, 2), ((24, 6), 1500, 128, 4, 4),
+    ((16, 4), 3000, 64, 4, 3), ((24, 6), 4096, 128, 2, 2), ((64, 8), 3000, 128, 4, 4), ((96, 3), 4096, 128, 8, 8),
+    ((6, 3), 3000, 128, 4, 4),
 ])  # fmt: skip
 def test_blocks_of_keys_of_few_query_heads_are_divided(heads, T, d, parts, in_order):
     """As above; in a fixed order by heads alone. Of many query heads into more parts."""
@@ -1034,7 +1070,7 @@ def test_divided_blocks_of_keys_are_those_whose_rows_no_other_finishes(lag, divi
     monkeypatch.setattr(tiling, "WGMMA_FUSED_LAG", (lag + 0.5) / H200.processors)
     asked = problem(B=4, Hq=16, Hkv=16, T=4096, d=128, dtype="bfloat16", backend="cupy_raw")
     tiles = plan_tiles(asked, H200, "backward")
-    assert tiles.lag == lag and tiles.divided == divided
+    assert tiles.lag == lag and tiles.divided[:3] == divided
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
@@ -1056,7 +1092,7 @@ def test_backward_passes_of_16_bits_on_sm_90(dtype):
         assert tiles.family == tiling.WGMMA and (tiles.br, tiles.bc) == (64, 64)
         slabs = -(-d // 64) + -(-dv // 64)
         stages, places = {6: (3, 1), 7: (2, 2), 8: (2, 1)}.get(slabs, (3, 2))
-        switches = {"FIRST_STORES": 0, "LAST_FIRST": 0, "SUMS": 1, "RESIDUES": 1, "FOLDED": 0, "ONE_HEAD": 0}
+        switches = {"FIRST_STORES": 0, "LAST_FIRST": 0, "SUMS": 1, "RESIDUES": 1, "DIAGONAL": 0, "ONE_HEAD": 0}
         assert dict(tiles.constants) == {"STAGES": stages, "P_TILES": places, "DQ_COLUMNS": 64} | switches
         assert tiles.smem_bytes + 16 <= chip("sm_90").on_chip_bytes
         in_order = planned(d=d, dv=dv, causal=True, deterministic=True)

@@ -30,8 +30,10 @@ SECTION_MOST, SECTION_KEYS = 64 << 20, 32  # so that fewer multiprocessors are i
 BLOCK_ROWS = 128  # with as many a block of threads would be busy for as long as it takes to begin and to end
 # Where dQ has several sums: bytes of these; blocks of keys for each multiprocessor that one section has at most, if it
 # is the only one, and if there are others; up to what part of the least time simpler choices are preferred; how many of
-# 16 blocks of keys are LATE (sm90/backward.cuh), half where a section has up to so many for each multiprocessor.
-SECTION_SUMS, SUMS_WAVES, SUMS_GAIN, LATE, TWO_WAVES = 96 << 20, (3.5, 3.0), 1.03, (8, 11, 13), 2.1
+# 16 blocks of keys are LATE (sm90/backward.cuh), half where a section has up to so many for each multiprocessor; and
+# for how many rows these wait for each other where they begin.
+SECTION_SUMS, SUMS_WAVES, SUMS_GAIN, LATE, TWO_WAVES = 96 << 20, (3.5, 3.0), 1.03, (8, 11, 13, 14), 2.1
+LATE_TURN = 48.0
 COUNTERS = 64  # a multiple of so many lies before dQ's sums
 RECORD_NUMBERS = 160  # of float32 in a record of lse and delta of a block of rows
 FINISHED_ROWS = 64  # of dQ, which a warp writes at once
@@ -39,7 +41,9 @@ QUARTERS = 4  # of a block of rows, which fa2_backward_finish writes
 # Query heads in turn, where rows go down in a fixed order: so many, but so many blocks of keys for each multiprocessor;
 # of more columns so many, or all, if these have so many rows.
 HEADS_DOWN, TURNS_DOWN, ROWS_DOWN = (64, 8), 2, 1 << 16
-SECTION_PAIRED = 3.0, 6.0  # in pairs, all heads, from and up to so many blocks of keys for each multiprocessor
+# In pairs, all heads, from and up to so many blocks of keys for each multiprocessor; of these, from and up to so many,
+# more than half of them, so that sections are not alike.
+SECTION_PAIRED, SECTION_UNLIKE = (3.0, 6.0), (4.0, 5.2)
 DETERMINISTIC_MORE = 4  # times as many heads in a fixed order that is not the last keys first
 PATCH_ROWS, PATCH_COLUMNS, WARP = 16, 8, 32  # of dQ in mma/split_backward.cu, each added by a warp
 
@@ -123,7 +127,7 @@ def _wgmma(problem: Problem, tiles: Tiles, x: Operands, grads: dict[str, Target]
     shared = all_keys // problem.group if by_head else divided.halved + divided.others
     counters += shared
     counters = blocks_of(counters, COUNTERS) * COUNTERS
-    shares = shared * problem.group << constants.get("FOLDED", 0) if by_head else divided.threads
+    shares = all_keys * divided.parts if by_head or divided.level else divided.threads  # room for the most that one has
     dQ = kernels.workspace(counters + schedule["share"] + shares * tiles.bc * (columns + to_v))
     first_stores = stores or constants.get("FIRST_STORES", 0)
     cleared = query_blocks * first if tiles.lag and not first_stores else blocks
@@ -163,9 +167,9 @@ def _schedule(problem: Problem, tiles: Tiles, divided: Divided, key_blocks: int)
     divisors = {"section": section * key_blocks, "heads": section, "last_heads": heads % section or section,
                 "key_heads": problem.Hkv}  # fmt: skip
     words = {"section": section, "ahead": ahead, "behind": behind, "group": problem.group, "at_once": WGMMA_PROCESSORS}
-    halved, others, parts = divided
-    words |= {"whole": key_blocks * heads - halved - others, "parts": parts}
-    words["halved"] = halved if divided.threads else late
+    halved, others, parts, level, up, _ = divided
+    words |= {"whole": up if level else key_blocks * heads - halved - others, "parts": parts}
+    words["halved"] = level or halved if divided.threads else late
     return words | {f"by_{name}": divisor(n) for name, n in divisors.items()}
 
 
@@ -193,7 +197,8 @@ def _section(problem: Problem, tiles: Tiles, key_blocks: int) -> int:
     Deterministic, blocks of keys of one head wait for each other: so heads are taken in turn without a band, too, and
     more of them where a band has a lower end. Those of packed sequences without a band wait least if all heads are
     taken in turn; where rows go down, if as many are as keep every multiprocessor busy. Of batches of many columns as
-    many are as L2 can hold, or all if they are few and there is a band.
+    many are as L2 can hold, or all if they are few and there is a band; of few heads in pairs under one all or more
+    than half.
     """
     band = problem.has_band
     if not (band or problem.deterministic):
@@ -210,9 +215,10 @@ def _section(problem: Problem, tiles: Tiles, key_blocks: int) -> int:
             most = max(most, TURNS_DOWN * WGMMA_PROCESSORS // key_blocks)
         return max(min(most, heads), 1)
     together = 1 + constants.get("PAIRED", 0)
-    few = SECTION_PAIRED[0] * WGMMA_PROCESSORS < heads * key_blocks <= SECTION_PAIRED[1] * WGMMA_PROCESSORS
-    if band and problem.deterministic and together > 1 and few and key_blocks * problem.group >= 2 * SECTION_KEYS:
-        return heads
+    waves = heads * key_blocks / WGMMA_PROCESSORS
+    few = SECTION_PAIRED[0] < waves <= SECTION_PAIRED[1] and key_blocks * problem.group >= 2 * SECTION_KEYS
+    if band and problem.deterministic and together > 1 and few:
+        return heads // 2 + 1 if SECTION_UNLIKE[0] < waves <= SECTION_UNLIKE[1] else heads
     parts = 1 if tiles.lag else tiles.divided.parts  # all blocks of keys have as many blocks of threads
     rows = problem.Tk + problem.group * problem.Tq
     nbytes = rows * (problem.d + problem.dv) * 2 + problem.group * problem.Tq * problem.d * 4
@@ -257,7 +263,8 @@ def _section_of_sums(problem: Problem, tiles: Tiles, key_blocks: int, sums: int)
     has ended, or more, where they come in more turns.
     """
     heads, at_once = max(_heads_in_turn(problem, tiles), 1), WGMMA_PROCESSORS / key_blocks
-    group = 1 if dict(tiles.constants).get("BY_HEAD", 0) else problem.group
+    constants = dict(tiles.constants)
+    group, residues = 1 if constants.get("BY_HEAD", 0) else problem.group, constants["RESIDUES"]
     columns = blocks_of(problem.d, WGMMA_SLAB) * WGMMA_SLAB
     held = max(SECTION_SUMS // (problem.Tq * group * columns * 4 * sums), 1)
     if problem.has_band and tiles.divided.threads:
@@ -272,7 +279,9 @@ def _section_of_sums(problem: Problem, tiles: Tiles, key_blocks: int, sums: int)
     for section in sections:
         for n in LATE if one or section > TWO_WAVES * at_once else LATE[:1]:
             late = key_blocks * n // 16
-            ends[section, late] = last_end(steps[late:][::-1] + steps[:late], heads, section, WGMMA_PROCESSORS)
+            order = steps[late:][::-1] + steps[:late]
+            turn = LATE_TURN / residues
+            ends[section, late] = last_end(order, heads, section, WGMMA_PROCESSORS, turn=turn, in_turn=late)
     best = [x for x, end in ends.items() if end <= SUMS_GAIN * min(ends.values())]
     return min(best, key=lambda x: (x[1] > key_blocks // 2, abs(x[0] - 2 * at_once)))
 

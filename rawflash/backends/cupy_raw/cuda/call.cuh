@@ -46,12 +46,13 @@ struct Call {
     long long rows_q, rows_k;        // of the arrays; packed sequences: all of them together
     long long blocks;                // blocks of rows, or keys, that the grid has for each head; of packed sequences, if they are in one line (in_line), of all
     long long parts, part_keys;      // fa2 forward: how many blocks of threads share the keys of a block of rows, keys of each; sm90 backward,
-                                     // DIVIDED: how many share the rows of one of the last blocks of keys
+                                     // DIVIDED: how many share the rows of one of the last blocks of keys; DIAGONAL: at most, of any
     long long section;               // sm90: query heads that are gone through together
     long long ahead, behind;         // sm90 backward: how many blocks of threads later, or before, those are whose rows one prepares, or finishes
     long long by_section, by_heads, by_last_heads, by_key_heads;  // there, for divided(): a section's blocks, its heads, those of the last; Hkv
     long long group, at_once;        // there: query heads of a key head; blocks of threads that run at once
-    long long whole, halved, share;  // there, DIVIDED: blocks of keys of one block of threads each, then of two; numbers from dQ's sums to shares, behind records
+    long long whole, halved, share;  // there, DIVIDED: blocks of keys of one block of threads each, then of two; numbers from dQ's sums to shares, behind
+                                     // records. LATE: halved blocks of keys of a head come later. DIAGONAL: how many parts go up; blocks of keys of a level
     long long band_lower, band_upper;
     long long keep_threshold, seed;
     double scale, softcap, keep_scale;

@@ -25,9 +25,9 @@ struct Work {
     int stride;             // EITHER_WAY: from the rows of all heads to the next ones
     int begin, own;         // ROUND: the rows of the first step; those from which on nobody has come round
     int from, to, parts;    // ROUND: the rows that blocks of threads of all blocks of keys have, each one of so many parts
-    int behind;             // DIAGONAL: how many rows behind those of the first part
+    int behind;             // DIAGONAL: rows from the first ones of a block of keys to those of this part, or, if it goes down, of the next one
     int sums;               // SUMS: the sequence whose sums would be these if there were one for each, one behind the other
-    int late;               // the first of the blocks of keys that come the last one first
+    int late;               // the first of the blocks of keys that come the last one first; DIAGONAL: how many have that part
     long long offset;
 };
 
@@ -36,13 +36,12 @@ struct Work {
 // ONE_HEAD: a block of threads has one query head; else the same rows of all that share keys come one after the other, under a mask. BY_HEAD: each of these
 // has blocks of threads of its own, in the order in which those of as many key heads come, whose shares of dK and dV are added up (DIVIDED).
 // ROUND, without a mask: then to the rows before those, whose dQ has other sums. Under a mask with an upper end, where long blocks of keys would end
-// alone, one of three, with TOGETHER in fa2_backward.cu. LATE: `halved` long ones of each head come behind the short ones, the first keys first, go down
-// from the last rows, and add to other sums. FOLDED, where few are more than run at once: so do, as blocks of threads behind all others, those rows of a
-// long one that are more than half of all rows behind its first. DIAGONAL, where they are at most half as many: each has `parts` blocks of threads,
-// for its first rows, the next ones and so on, with sums for each of these.
+// alone, one of two, with TOGETHER in fa2_backward.cu. LATE: `halved` long ones of each head come behind the short ones, the first keys first, go down
+// from the last rows, and add to other sums. DIAGONAL, where they are few: the rows of each, from the first that sees its keys on, come in up to `parts`
+// parts of as many rows as `halved` blocks of keys have keys, each with a block of threads and sums of its own; the last part has what is left. The first
+// `whole` parts of all come as above. Those behind them come behind these, the longest first, when short ones end; they go down, the first keys first.
 // RESIDUES: neighbouring blocks of keys have different sums, so that it may take longer from one turn to the next than from one step to the next.
-constexpr bool ROUND = SUMS > 1 && !BAND, LATE = SUMS > 1 && BAND && !FOLDED && (!DIVIDED || BY_HEAD), DIAGONAL = SUMS > 1 && BAND && !FOLDED && !LATE;
-constexpr bool DOWN_LATER = LATE || FOLDED, EITHER_WAY = TOGETHER || DOWN_LATER;
+constexpr bool ROUND = SUMS > 1 && !BAND, LATE = SUMS > 1 && BAND && !DIAGONAL, EITHER_WAY = TOGETHER || LATE || DIAGONAL;
 static_assert(SUMS == 1 || DETERMINISTIC && LAST_FIRST && FIRST_STORES && !PACKED && !(BAND && PAIRED), "turns");
 
 // Which block of keys a block of threads has, and which share of its rows, of how many.
@@ -142,13 +141,38 @@ __device__ __forceinline__ KeyBlock key_block(const Call& call, unsigned index)
 
 // DIVIDED: the last blocks of keys, with which most multiprocessors would be idle, have several blocks of threads, each for some of their rows: two,
 // or `parts` behind these. TOGETHER, where blocks of keys are too few to begin with: all of them have `parts`, each for some of the query heads;
-// where these are more than query heads, each for some of the rows of one. FOLDED: the second ones come behind all first ones, in reverse. DIAGONAL: all.
-// BY_HEAD, blocks of keys count once for each query head.
+// where these are more than query heads, each for some of the rows of one. BY_HEAD, blocks of keys count once for each query head. DIAGONAL: first parts that
+// go up, those of the last keys first; of those that go down first all that others follow, and then the last ones, which are shorter, the longest first.
 __device__ __forceinline__ Part part_of(const Call& call, unsigned index)
 {
-    if constexpr (FOLDED) {
-        const unsigned all = (unsigned)(call.whole + call.halved), block = index < all ? index : 2 * all - 1 - index;
-        return {block, index >= all, block < (unsigned)call.whole ? 1 : 2};
+    if constexpr (DIAGONAL) {
+        const unsigned heads = (unsigned)call.section, parts = (unsigned)call.parts, level = (unsigned)call.halved;
+        const unsigned up = (unsigned)call.whole, down = parts - up, before = (parts - 1) * level, top = (unsigned)call.blocks - before;
+        unsigned n = divided(index, call.by_heads);
+        const unsigned head = index - n * heads;
+        const auto part = [&](unsigned from_last, unsigned number, unsigned count) -> Part { return {from_last * heads + head, (int)number, (int)count}; };
+        for (unsigned last = 0; last < parts; last++) {  // the last part that blocks of keys of a level have
+            const unsigned keys = last == parts - 1 ? top : level, each = last < up ? last + 1 : up;
+            if (n < keys * each)
+                return part(last * level + n / each, n % each, last + 1);
+            n -= keys * each;
+        }
+        for (unsigned last = parts - 1; last > up; last--) {
+            const unsigned keys = last == parts - 1 ? top : level, each = last - up;
+            if (n < keys * each)
+                return part(last * level + keys - 1 - n / each, up + n % each, last + 1);
+            n -= keys * each;
+        }
+        // Last parts, of one block of keys of each level after the other; of most parts there may be more, or fewer
+        const unsigned more = top > level ? top - level : 0, longer = top < level ? level - top : 0;
+        if (n < more)
+            return part(before + top - 1 - n, parts - 1, parts);
+        n -= more;
+        const bool is_longer = n < longer * (down - 1);
+        const unsigned of = is_longer ? down - 1 : down;
+        n -= is_longer ? 0 : longer * (down - 1);
+        const unsigned last = up + n % of;
+        return part(last * level + (is_longer ? level : level - longer) - 1 - n / of, last, last + 1);
     } else if constexpr (DIVIDED && !BY_HEAD) {
         // PAIRED: of clusters, each of which has two of these
         const unsigned whole = (unsigned)call.whole >> PAIRED, halved = (unsigned)call.halved >> PAIRED, rank = PAIRED ? index % 2 : 0;
@@ -189,16 +213,13 @@ __device__ __forceinline__ Work work_of(const Call& call)
         const int blocks = (work.i_high + ROWS - 1) / ROWS;
         work.i_low = __shfl_sync(WARP, blocks * part.number / part.count * ROWS, 0);  // to the compiler the same in all lanes: no register of each
         work.i_high = __shfl_sync(WARP, part.number + 1 < part.count ? blocks * (part.number + 1) / part.count * ROWS : work.i_high, 0);
-    } else if constexpr (FOLDED) {
-        const int half = (work.q_length + 2 * BR - 1) / (2 * BR) * BR, from = work.i_low + half < work.i_high ? work.i_low + half : work.i_high;
-        if (part.number > 0)
-            work.i_low = from;
-        else if (part.count > 1)
-            work.i_high = from;
     } else if constexpr (DIAGONAL) {
-        const int each = ((work.q_length + BR - 1) / BR + part.count - 1) / part.count * BR;
-        work.behind = part.number * each, work.i_low = work.i_low + work.behind;
-        work.i_high = work.i_high < work.i_low + each ? work.i_high : work.i_low + each;
+        const bool is_down = part.number >= (int)call.whole;
+        const int each = (int)call.halved * BC, which = part.number + is_down;
+        work.stride = is_down ? -BR : BR;
+        work.behind = which * each, work.late = which < (int)call.parts ? (int)call.blocks - which * (int)call.halved : 0;
+        work.i_low += part.number * each;
+        work.i_high = part.number + 1 < part.count && work.i_low + each < work.i_high ? work.i_low + each : work.i_high;
     } else if constexpr (TOGETHER && !LATE) {
         const int of_heads = part.count < work.heads ? part.count : work.heads, of_rows = part.count / of_heads;
         const int head = part.number / of_rows, from = work.heads * head / of_heads, row = part.number % of_rows;
@@ -209,11 +230,11 @@ __device__ __forceinline__ Work work_of(const Call& call)
         work.stride = (DETERMINISTIC ? !LAST_FIRST : BAND && blockIdx.x / (unsigned)call.at_once % 2 == 0) ? -BR : BR;
     }
     constexpr int STEP_ROWS = BR << PAIRED;
-    const int which = FOLDED || DIAGONAL ? part.number : LATE ? work.j0 / BC < work.late : 0;
+    const int which = DIAGONAL ? part.number : LATE ? work.j0 / BC < work.late : 0;
     if constexpr (SUMS > 1)
         work.sums = work.b + (which * RESIDUES + work.j0 / KEYS % RESIDUES) * (int)call.B;
-    if constexpr (DOWN_LATER || DIAGONAL)
-        work.stride = DOWN_LATER && which > 0 ? -BR : BR;
+    if constexpr (LATE)
+        work.stride = which > 0 ? -BR : BR;
     if constexpr (ROUND) {
         const bool are_alike = DIVIDED && (TOGETHER || call.whole == 0 && call.halved == 0);  // all blocks of keys are divided in the same way
         work.from = are_alike ? work.i_low : 0, work.to = are_alike ? work.i_high : work.q_length;
@@ -296,11 +317,19 @@ __device__ __forceinline__ long long block_at(const Call& call, const Work& work
 __device__ __forceinline__ unsigned turn_at(const Call& call, const Work& work, int i0)
 {
     constexpr int KEYS = BC << PAIRED;
-    if constexpr (LAST_FIRST) {
-        const int last = last_keys(call, work, i0 - (DIAGONAL ? work.behind : 0)), mine = work.j0 / KEYS;
+    if constexpr (DIAGONAL) {
+        // Blocks of keys that have that part, if any, from these rows on or from rows before them (work_of). Going up, they have these rows in it, and the
+        // last keys were first; going down, they had all of theirs before these rows, so that the one behind them was first.
+        const long long before = i0 - work.behind;
+        const long long last_key = before + BR > work.q_length ? work.kv_length - 1 : before + BR - 1 + work.offset + call.band_upper;
+        const int mine = work.j0 / BC, begun = before < 0 ? 0 : (int)(clamp(last_key + BC, 0, work.kv_length + BC - 1) / BC);
+        const int end = begun < work.late ? begun : work.late;
+        return (unsigned)(work.stride > 0 ? end - 1 - mine : mine - end) / RESIDUES;
+    } else if constexpr (LAST_FIRST) {
+        const int last = last_keys(call, work, i0), mine = work.j0 / KEYS;
         if constexpr (SUMS > 1) {
             const int all = (work.kv_length - 1) / KEYS;
-            return (unsigned)(ROUND && i0 < work.own ? all - mine : DOWN_LATER && work.stride < 0 ? mine : last - mine) / RESIDUES;
+            return (unsigned)(ROUND && i0 < work.own ? all - mine : LATE && work.stride < 0 ? mine : last - mine) / RESIDUES;
         }
         return (unsigned)(mine >= work.late ? last - mine : (last < work.late ? 0 : last + 1 - work.late) + mine);
     }

@@ -510,11 +510,12 @@ __device__ __forceinline__ bool has_all_sums(const Call& call, unsigned char* on
     const unsigned index = once_more(blockIdx.x), thread = once_more(threadIdx.x) - WARPGROUP;  // registers are few while products run
     Part part = part_of(call, index);
     // Where those of a block of keys begin; PAIRED: first those of one of a cluster's two, then those of the other
-    unsigned counted = part.block - (unsigned)call.whole, first = FOLDED ? 2 * counted : index - (unsigned)call.whole - part.number;
-    if constexpr (BY_HEAD) {  // with room for as many as a long one has
+    unsigned counted = part.block - (unsigned)call.whole, first = index - (unsigned)call.whole - part.number;
+    if constexpr (BY_HEAD || DIAGONAL) {  // with room for as many as a long one has
         const KeyBlock place = key_block(call, part.block);
-        counted = place.head * (unsigned)call.blocks + place.block, first = counted * (unsigned)call.group << FOLDED;
-        part.number += (int)place.nth * part.count, part.count *= (int)call.group;
+        const int heads = BY_HEAD ? (int)call.group : 1;
+        counted = place.head * (unsigned)call.blocks + place.block, first = counted * heads * (DIAGONAL ? (unsigned)call.parts : 1);
+        part.number += (int)place.nth * part.count, part.count *= heads;
     }
     if (part.count == 1)
         return true;
