@@ -255,7 +255,7 @@ def test_any_call(seed, device_by_name, taken, zeros, monkeypatch, request):  # 
     if d <= 128:
         blocks = blocks_of(min(Tq, Tk), 128)
         some = [n for n in range(2, 6) if blocks_of(blocks, blocks_of(blocks, n)) == n]
-        parts = [f"{n}/{up}" for n in some for up in range(1, n)]
+        parts = [f"{n}/{up}" for n in some for up in range(1, n + 1)]
         by_head = [f"by head, {how}" for how in ("late", *parts)] * (group > 1)
         hows = ["late", *parts, *by_head] if causal else ["", "all in 2", "all in 4", "by heads in 2"]
     how = str(rng.choice(hows))
