@@ -145,7 +145,7 @@ WGMMA_DOWN_ROWS = 512
 # of a key head (by whether there are more than 64 columns), or BY_HEAD up to so many blocks for each multiprocessor (by
 # whether a head has as many as below).
 WGMMA_SUMS: dict[int, tuple[float, float]] = {64: (8.0, 8.0), 128: (4.0, 3.0), 256: (8.0, 12.0)}
-WGMMA_SUMS_KEYS, WGMMA_SUMS_SHORT = {False: (4, 12), True: (8, 12)}, 1.2
+WGMMA_SUMS_KEYS, WGMMA_SUMS_SHORT = {False: (4, 12), True: (8, 12)}, 2.0
 WGMMA_SUMS_UNEVEN, WGMMA_SUMS_BYTES = 8.0, 1 << 30
 WGMMA_SUMS_GROUP, WGMMA_SUMS_BY_HEAD = {False: 4, True: 2}, (3.0, 4.0)
 # Different ones of neighbouring blocks of keys: where there are so many blocks of rows for each of those for each
