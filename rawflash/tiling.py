@@ -125,7 +125,7 @@ WGMMA_BACKWARD_STAGES, WGMMA_BACKWARD_S = {64: 3, 128: 2}, 2  # blocks of Q and 
 WGMMA_FUSED = {(False, False): (0.0, 0.0, 0.5), (False, True): (4.0, 1.9, 0.0),
                (True, False): (4.0, 0.0, 0.0), (True, True): (4.0, 0.4, 1.2)}  # fmt: skip
 WGMMA_FUSED_KEYS, WGMMA_FUSED_LAG = 4, 1.0
-WGMMA_FUSED_ROWS, WGMMA_FUSED_IN_ORDER = {64: 256, 128: 448}, {64: 544, 128: 768}
+WGMMA_FUSED_ROWS, WGMMA_FUSED_IN_ORDER = {64: 256, 128: 448}, {64: 1 << 30, 128: 768}
 WGMMA_FUSED_STAGES = 2
 NO_SUMS = {"SUMS": 1, "RESIDUES": 1, "DIAGONAL": 0}
 # Blocks of threads that the last blocks of keys are divided among, at most, and what one more costs, in steps.
@@ -136,28 +136,39 @@ WGMMA_HEADS_MOST, WGMMA_HEADS_GAIN, WGMMA_HEADS_FEW = 16, 0.9, 4
 # Query heads of a key head from which on, under a mask, the same rows of all of them come together: singly; where
 # otherwise there would be pairs. Where rows or keys are more than so many.
 WGMMA_TOGETHER, WGMMA_TOGETHER_ROWS = {0: 4, 1: 8}, 512
-# In a fixed order such rows go down; up to so many, times the square of the query heads of a key head, no pairs.
-WGMMA_DOWN_ROWS = 512
+# In a fixed order such rows go down, from more than so many on; with fewer blocks of keys for each multiprocessor than
+# so many, no pairs.
+WGMMA_DOWN_ROWS, WGMMA_DOWN_WAVES = 256, 1.6
 # Several sums of dQ in a fixed order: up to so many blocks of keys for each multiprocessor (by the wider of d and dv;
-# whether there is a mask); from so many of a head on, and so many where they would be DIAGONAL, or without a mask where
-# they are more than so many for each multiprocessor (by whether there is a mask); with at most so many times as many
-# rows as keys, or keys as rows; up to so many bytes of all of them; and under a mask with at most so many query heads
-# of a key head (by whether there are more than 64 columns), or BY_HEAD up to so many blocks for each multiprocessor (by
-# whether a head has as many as below).
-WGMMA_SUMS: dict[int, tuple[float, float]] = {64: (8.0, 8.0), 128: (4.0, 3.0), 256: (8.0, 12.0)}
-WGMMA_SUMS_KEYS, WGMMA_SUMS_SHORT = {False: (4, 12), True: (8, 12)}, 2.0
+# whether there is a mask); with at most so many times as many rows as keys, or keys as rows; up to so many bytes of all
+# of them; and under a mask with at most so many query heads of a key head (by whether there are more than 64 columns),
+# or BY_HEAD up to so many blocks for each multiprocessor (by whether a head has as many as below; of more than 64
+# columns with more than WGMMA_HEADS_FEW query heads of a key head and fewer blocks of keys than WGMMA_SUMS_USUAL).
+WGMMA_SUMS: dict[int, tuple[float, float]] = {64: (32.0, 8.0), 128: (4.0, 3.0), 256: (8.0, 12.0)}
 WGMMA_SUMS_UNEVEN, WGMMA_SUMS_BYTES = 8.0, 1 << 30
-WGMMA_SUMS_GROUP, WGMMA_SUMS_BY_HEAD = {False: 4, True: 2}, (3.0, 4.0)
+WGMMA_SUMS_GROUP, WGMMA_SUMS_BY_HEAD = {False: 4, True: 2}, (3.0, 4.0, 1.3)
+# Short calls, in which turns take less than from one block of keys to the next, or there are sections whose rows L2
+# holds, gain less than sums cost. Under a mask: with fewer blocks of keys of a head than so many, but for so many (of
+# two query heads of a key head, and else) where there are at most so many for each multiprocessor; with up to so many,
+# where there would be from and up to so many for each multiprocessor, in parts or not.
+WGMMA_SUMS_KEYS, WGMMA_SUMS_PARTS, WGMMA_SUMS_FEW = 8, (4, 6), 0.25
+WGMMA_SUMS_USUAL, WGMMA_SUMS_ONCE = 12, (0.85, 1.0)
+# Without one: pairs of numbers of blocks of keys of a head, and for each multiprocessor, at most so many of the first
+# and more than so many of the second (by the wider of d and dv); of many columns, not more than two turns.
+WGMMA_SUMS_SHORT = {64: ((5, 2.1), (23, 8.0)), 128: ((1, 0.0), (11, 0.95)), 256: ((8, 1.0),)}
+# Pairs instead, where query heads share keys, from so many blocks of keys of a head, and for each multiprocessor on.
+WGMMA_SUMS_PAIRS = (24, 2.7)
 # Different ones of neighbouring blocks of keys: where there are so many blocks of rows for each of those for each
 # multiprocessor (in cuda/sm90/fa2_backward.cu; fa2_backward_wide.cu); of many columns not where sections of two for
-# each multiprocessor (so many, which the last one may exceed) are more than two and have fewer on average. No pairs
-# up to so many. Twice as many where rows have so many blocks, and some blocks of keys are divided in two and others in
-# four or more.
-WGMMA_SUMS_ROWS, WGMMA_SUMS_WAVES, WGMMA_SUMS_SINGLY, WGMMA_SUMS_UNLIKE = (12.0, 10.0), (2.1, 1.65), 0.25, 64
-# DIAGONAL: up to so many for each multiprocessor (of a head with fewer blocks of keys than so many; or more). In rows,
-# what it costs to begin and to end a block of threads, to share a block of keys, and each of the sums that are added up
-# in the end. About so many lengths of parts are tried.
-WGMMA_DIAGONAL, WGMMA_DIAGONAL_KEYS = (1.3, 1.5), 32
+# each multiprocessor (so many, which the last one may exceed) are more than two and have fewer on average, nor in two
+# of these where blocks of rows are fewer than for the other kernel. No pairs up to so many (of a head with fewer blocks
+# of keys than WGMMA_SUMS_USUAL, or more). Twice as many where rows have so many blocks, and some blocks of keys are
+# divided in two and others in four or more.
+WGMMA_SUMS_ROWS, WGMMA_SUMS_WAVES, WGMMA_SUMS_SINGLY, WGMMA_SUMS_UNLIKE = (12.0, 10.0), (2.1, 1.65), (0.5, 0.25), 64
+# DIAGONAL: up to so many for each multiprocessor (of a head with fewer blocks of keys than WGMMA_SUMS_USUAL; than so
+# many; or more). In rows, what it costs to begin and to end a block of threads, to share a block of keys, and each of
+# the sums that are added up in the end. About so many lengths of parts are tried.
+WGMMA_DIAGONAL, WGMMA_DIAGONAL_KEYS = (0.85, 1.3, 1.5), 32
 WGMMA_DIAGONAL_COST, WGMMA_DIAGONAL_TRIED = (128.0, 192.0, 64.0), 64
 # Of rows that see a block of keys, on average: from so many on two blocks of threads go through them together; in a
 # fixed order wherever they can. Of an odd number of blocks of keys the last one is beside one that does not exist: from
@@ -569,9 +580,11 @@ def _wgmma_backward(problem: Problem, chip: Chip) -> Tiles:
     # In a fixed order it takes longer from one turn to the next than a step of 64 rows, unless in pairs; where rows can
     # go down it does not
     slow = problem.deterministic and fused.br < WGMMA_BACKWARD_APART and not paired
-    slow |= dict(alone.constants)["SUMS"] > 1 and (band or not paired or blocks <= WGMMA_SUMS_SINGLY * processors)
-    slow |= rows_down(problem) and max(problem.Tq, problem.Tk) <= WGMMA_DOWN_ROWS * problem.group**2
-    return alone if few or slow or _together(problem, paired) or fused.smem_bytes > chip.on_chip_bytes else fused
+    singly = WGMMA_SUMS_SINGLY[problem.Tk > (WGMMA_SUMS_USUAL - 1) * fused.bc]
+    slow |= dict(alone.constants)["SUMS"] > 1 and (band or not paired or blocks <= singly * processors)
+    slow |= rows_down(problem) and blocks < WGMMA_DOWN_WAVES * processors
+    slow |= _together(problem, paired) and not (problem.deterministic and paired)
+    return alone if few or slow or fused.smem_bytes > chip.on_chip_bytes else fused
 
 
 def _wgmma_keys(problem: Problem, chip: Chip, d: int, dv: int, lag: int) -> Tiles:
@@ -699,15 +712,21 @@ def _has_sums(problem: Problem, processors: int, bc: int) -> bool:
     uneven = not 1 / WGMMA_SUMS_UNEVEN <= problem.Tq / problem.Tk <= WGMMA_SUMS_UNEVEN
     if not (problem.deterministic and few) or problem.varlen or uneven:
         return False
-    # Where turns take less than from one block of keys to the next, short calls gain less than sums cost
-    least, usual = WGMMA_SUMS_KEYS[band]
-    waves, narrow = problem.B * problem.Hkv * blocks / processors, columns <= bc
+    by_head = _is_by_head(problem, processors, bc)
+    waves = problem.B * (problem.Hq if by_head else problem.Hkv) * blocks / processors
     if band:
-        short = blocks < least or narrow and blocks < usual and 0.5 < waves <= WGMMA_DIAGONAL[False]
+        parts = problem.group <= WGMMA_HEADS_FEW and blocks >= WGMMA_SUMS_PARTS[problem.group != 2]
+        short = blocks < WGMMA_SUMS_KEYS and not (parts and waves <= WGMMA_SUMS_FEW)
+        once = WGMMA_SUMS_ONCE[0] < waves <= WGMMA_SUMS_ONCE[1]
+        short |= once and blocks < WGMMA_SUMS_USUAL and not is_wide(problem)
     else:
-        short = WGMMA_SLAB < columns <= bc and (blocks < least or blocks < usual and waves > WGMMA_SUMS_SHORT)
+        limits = next(limits for most_columns, limits in WGMMA_SUMS_SHORT.items() if columns <= most_columns)
+        short = any(blocks <= keys and waves > some for keys, some in limits)
+        short &= not is_wide(problem) or waves <= WGMMA_SUMS_WAVES[0]
     # With more query heads than so many of a key head those before the last keys are far from others' rows, not in L2
-    far = band and problem.group > WGMMA_SUMS_GROUP[columns > WGMMA_SLAB] and not _is_by_head(problem, processors, bc)
+    far = band and problem.group > WGMMA_SUMS_GROUP[columns > WGMMA_SLAB] and not by_head
+    keys, some = WGMMA_SUMS_PAIRS
+    far |= band and problem.group > 1 and WGMMA_SLAB < width <= bc and blocks >= keys and waves > some
     return not (short or far) and (not band or _has_upper_end(problem))
 
 
@@ -716,7 +735,9 @@ def _is_by_head(problem: Problem, processors: int, bc: int) -> bool:
     blocks = problem.B * problem.Hkv * -(-problem.Tk // bc)
     columns, group, is_long = max(problem.d, problem.dv), problem.group, problem.Tk >= WGMMA_DIAGONAL_KEYS * bc
     far = WGMMA_SUMS_GROUP[columns > WGMMA_SLAB] < group <= WGMMA_HEADS_FEW  # else they may come together
-    few = blocks <= processors // 2 and blocks * group <= WGMMA_SUMS_BY_HEAD[is_long] * processors
+    few_keys = problem.Tk <= (WGMMA_SUMS_USUAL - 1) * bc and WGMMA_HEADS_FEW < group and columns > WGMMA_SLAB
+    waves = WGMMA_SUMS_BY_HEAD[2 if few_keys else is_long]
+    few = blocks <= (processors if far and is_long else processors // 2) and blocks * group <= waves * processors
     return few and (blocks * group > processors // 2 or far) and problem.has_band and group > 1 and not is_wide(problem)
 
 
@@ -756,8 +777,9 @@ def _sums(
         more = rows >= WGMMA_SUMS_ROWS[True] * (min(waves, 2.0) if band else waves)
         turns = -(-waves // WGMMA_SUMS_WAVES[0])
         more &= not (band and turns > 2 and waves < WGMMA_SUMS_WAVES[1] * turns)
+        more &= not (band and turns == 2 and rows < WGMMA_SUMS_ROWS[False] * waves)
     else:
-        more = (band or problem.group == 1 and waves <= WGMMA_DIAGONAL[True]) and rows >= WGMMA_SUMS_ROWS[False] * waves
+        more = (band or problem.group == 1 and waves <= WGMMA_DIAGONAL[-1]) and rows >= WGMMA_SUMS_ROWS[False] * waves
     steps *= 1 + paired
     residues = 1 if steps >= 2 or not more or parts > WGMMA_HEADS_FEW else 2 if steps > 0.5 else 4
     if not (band or are_alike) and divided.halved and divided.parts >= WGMMA_HEADS_FEW and rows >= WGMMA_SUMS_UNLIKE:
@@ -771,7 +793,7 @@ def _levels(problem: Problem, processors: int, bc: int) -> Divided:
     """How such blocks of keys are divided under a mask (DIAGONAL in cuda/sm90/backward.cuh): into parts of as many rows
     each, and so many of these going up, as take least time."""
     keys, heads = -(-problem.Tk // bc), problem.B * problem.Hkv
-    if heads * keys > WGMMA_DIAGONAL[keys >= WGMMA_DIAGONAL_KEYS] * processors:
+    if heads * keys > WGMMA_DIAGONAL[(keys >= WGMMA_SUMS_USUAL) + (keys >= WGMMA_DIAGONAL_KEYS)] * processors:
         return Divided()
     long, held = min(-(-problem.Tq // bc), keys), WGMMA_SUMS_BYTES // _bytes_of_sums(problem)
     rows = [rows_that_see(problem, j * bc, bc) for j in range(keys - 1, -1, -1)]
@@ -817,7 +839,7 @@ def rows_down(problem: Problem) -> bool:
     rows down, the same ones of all heads? Begun with the last keys, those with fewer rows would come to the next head
     sooner than those before them, and wait there."""
     grouped = problem.deterministic and problem.group > 1 and _has_upper_end(problem)
-    return grouped and (_is_long(problem) or is_wide(problem))
+    return grouped and (max(problem.Tq, problem.Tk) > WGMMA_DOWN_ROWS or is_wide(problem))
 
 
 def _is_long(problem: Problem) -> bool:

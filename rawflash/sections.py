@@ -1,0 +1,212 @@
+"""In which order blocks of keys come in the backward pass of sm_90 (``cupy_raw/cuda/sm90/backward.cuh``): of how many
+heads a section is, which have their keys taken in turn, and how many of these come late.
+
+Found from the call alone, so that the same call has the same order, and bits.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Iterable
+
+import numpy as np
+
+from rawflash.problem import Problem
+from rawflash.tiling import (
+    SECTION_WAVES, WGMMA_PROCESSORS, WGMMA_SLAB, Tiles, heads_of_section, is_wide, last_end, rows_down, rows_that_see,
+)  # fmt: skip
+
+SECTION_BYTES = 32 << 20  # of L2, for the heads whose keys are taken in turn
+SECTION_STORED, SHORT = 16 << 20, 1024  # the same where the first dQ is stored, in a fixed order up to so many keys
+SECTION_LAST = 8 << 20  # the same, in a fixed order, if the last keys come first
+SECTION_WIDE = 48 << 20  # the same, in a fixed order, of more columns and more keys than SHORT
+SECTION_MOST, SECTION_KEYS = 64 << 20, 32  # so that fewer multiprocessors are idle; blocks of keys, in any call
+BLOCK_ROWS = 128  # with as many a block of threads would be busy for as long as it takes to begin and to end
+TWO_WAVES = 2.1  # blocks of keys for each multiprocessor that come in two turns, or nearly
+# Where dQ has several sums: bytes of these; blocks of keys for each multiprocessor that one section has at most, if it
+# is the only one (under a mask more from so many keys on), and if there are others; up to what part of the least time
+# simpler choices are preferred; how many of 16 blocks of keys are LATE (sm90/backward.cuh), if there are other
+# sections: half where a section has up to TWO_WAVES; and for how many rows these wait for each other where they begin.
+SECTION_SUMS, SUMS_LONG, SUMS_ALONE, SUMS_WAVES, SUMS_GAIN = 96 << 20, 4096, (3.5, 6.6), 3.0, 1.03
+LATE, LATE_TURN = (8, 11, 13, 14), 48.0
+# In the only section, of 16; of many columns, from so many blocks of keys for each multiprocessor on, so many. In steps
+# of a block of rows: from the one in which a block of keys adds to dQ to that in which the next one can, and what it
+# costs to begin and to end a block of threads. What part of the time it has to save that another number is late than
+# half, for each of 16 blocks of keys, and that fewer are.
+LATE_ALONE, LATE_WIDE, TURN_STEPS, BLOCK_STEPS, LATE_GAIN = range(4, 15), (3.5, 11), 1.35, 4.5, (0.00125, 0.01)
+# Query heads in turn, where rows go down in a fixed order: so many, but so many blocks of keys for each multiprocessor;
+# of more columns so many, but those that come in two turns where there are at most so many of these.
+HEADS_DOWN, TURNS_DOWN, TURNS_WIDE = (64, 8), 2, 4.0
+# In pairs under a mask, all heads, from and up to so many blocks of keys for each multiprocessor; of these, from and up
+# to so many, more than half of them, so that sections are not alike. Where query heads share keys, half of those that
+# come in more than two turns up to so many, all of others up to so many, of more as many as come in two turns.
+SECTION_PAIRED, SECTION_UNLIKE, SECTION_SHARED = (3.0, 6.0), (4.0, 5.2), (3.6, 6.6)
+# Without a mask, of SECTION_KEYS and more, all up to so many.
+SECTION_NO_MASK = 8.0
+DETERMINISTIC_MORE = 4  # times as many heads in a fixed order that is not the last keys first
+
+
+def section_and_late(problem: Problem, tiles: Tiles, heads: int, key_blocks: int) -> tuple[int, int]:
+    """How many of the ``heads`` that come in turn a section has, and how many ``key_blocks`` of each are LATE."""
+    sums = dict(tiles.constants).get("SUMS", 1)
+    if sums > 1:
+        return _section_of_sums(problem, tiles, max(heads, 1), key_blocks, sums)
+    return _section(problem, tiles, heads, key_blocks), 0
+
+
+def _section(problem: Problem, tiles: Tiles, heads: int, key_blocks: int) -> int:
+    """How many K/V heads have their keys taken in turn, long columns first: as many as L2 can hold; 1: no band. All
+    multiprocessors have a block of threads: else the last head's longest ends alone. In calls of up to eight blocks of
+    threads for each, or with many keys, more or fewer heads, if fewer multiprocessors are idle in the end.
+
+    Deterministic, blocks of keys of one head wait for each other: so heads are taken in turn without a band, too, and
+    more of them where a band has a lower end, or by how many turns they come in (:func:`_section_in_order`).
+    """
+    band = problem.has_band
+    if not (band or problem.deterministic):
+        return 1
+    in_order = _section_in_order(problem, tiles, heads, key_blocks) if problem.deterministic else 0
+    if in_order:
+        return max(min(in_order, heads), 1)
+    constants = dict(tiles.constants)
+    last_first, together = bool(constants.get("LAST_FIRST")), 1 + constants.get("PAIRED", 0)
+    parts = 1 if tiles.lag else tiles.divided.parts  # all blocks of keys have as many blocks of threads
+    rows = problem.Tk + problem.group * problem.Tq
+    nbytes = rows * (problem.d + problem.dv) * 2 + problem.group * problem.Tq * problem.d * 4
+    stores = bool(constants.get("STORES"))
+    whole = SECTION_STORED if stores else SECTION_BYTES
+    if problem.deterministic:
+        if last_first and not tiles.lag:
+            whole = SECTION_LAST
+        elif band and not last_first:
+            whole *= DETERMINISTIC_MORE
+        elif problem.Tk <= SHORT and not tiles.lag:
+            whole = SECTION_STORED
+        if is_wide(problem):
+            whole = SECTION_WIDE if problem.Tk > SHORT else SECTION_BYTES
+    usual = whole // nbytes
+    if is_wide(problem) and problem.deterministic and band and heads * nbytes <= 2 * whole:
+        usual = heads
+    if not (stores or problem.deterministic):
+        usual = max(usual, WGMMA_PROCESSORS // (key_blocks * parts))
+    most = min(max(SECTION_MOST // nbytes, usual), heads)
+    if tiles.lag:
+        usual = min(usual, tiles.lag // key_blocks)
+    usual = max(min(usual, heads), 1)
+    blocks = heads * key_blocks * parts
+    if problem.varlen or stores or (blocks > SECTION_WAVES * WGMMA_PROCESSORS and key_blocks < SECTION_KEYS):
+        return usual
+    keys = tiles.bc * together
+    steps = [rows_that_see(problem, j, keys) * problem.group / parts + BLOCK_ROWS for j in range(0, problem.Tk, keys)]
+    late = len(steps) // 2 if problem.deterministic and blocks > WGMMA_PROCESSORS else 0  # key_block, sm90/backward.cuh
+    order = steps[::-1] if last_first else steps
+    at_last = steps[late:][::-1] + steps[:late] if last_first else steps
+    lengths, last = (tuple(n for n in x for _ in range(parts)) for x in (order, at_last))
+    return heads_of_section(lengths, last, heads, usual, most, WGMMA_PROCESSORS // together)
+
+
+def _section_in_order(problem: Problem, tiles: Tiles, heads: int, key_blocks: int) -> int:
+    """The same in a fixed order, where it is known by measuring; else 0.
+
+    Heads that come in two turns are one section, as those of a second one would wait for the longest of the first. All
+    of packed sequences without a band; where rows go down, as many as keep every multiprocessor busy, or, of many
+    columns, as L2 can hold.
+    """
+    waves, two_turns = heads * key_blocks / WGMMA_PROCESSORS, max(int(TWO_WAVES * WGMMA_PROCESSORS) // key_blocks, 1)
+    band, paired = problem.has_band, dict(tiles.constants).get("PAIRED", 0)
+    if problem.varlen and not band:
+        return heads
+    if rows_down(problem) and not tiles.lag:
+        most = max(HEADS_DOWN[is_wide(problem)] // problem.group, 1)
+        if not is_wide(problem):
+            return max(most, TURNS_DOWN * WGMMA_PROCESSORS // key_blocks)
+        return two_turns if not problem.varlen and waves <= TURNS_WIDE else most
+    if band and paired and problem.group > 1:
+        if TWO_WAVES < waves <= SECTION_SHARED[0]:
+            return -(-heads // 2)
+        return heads if waves <= SECTION_SHARED[1] else two_turns
+    if band:
+        few = SECTION_PAIRED[0] < waves <= SECTION_PAIRED[1] and key_blocks >= 2 * SECTION_KEYS
+        unlike = SECTION_UNLIKE[0] < waves <= SECTION_UNLIKE[1]
+        return 0 if not (paired and few) else heads // 2 + 1 if unlike else heads
+    if waves <= TWO_WAVES or paired and key_blocks >= SECTION_KEYS and waves <= SECTION_NO_MASK:
+        return heads
+    if paired or is_wide(problem) or waves > SECTION_WAVES:
+        return 0
+    most = two_turns if problem.d <= WGMMA_SLAB else max(WGMMA_PROCESSORS // key_blocks, 1)
+    return -(-heads // -(-heads // most))
+
+
+def _section_of_sums(problem: Problem, tiles: Tiles, heads: int, key_blocks: int, sums: int) -> tuple[int, int]:
+    """The same where dQ has several sums, and how many blocks of keys of a head are LATE (sm90/backward.cuh).
+
+    All heads, if L2 can hold their sums and blocks of keys are few, or if these are divided under a mask; else without
+    a mask as many as that (of many columns as run at once, or twice as many if these are all). Under a mask so many
+    that few multiprocessors are idle in the end, if possible in two turns: half of the blocks of keys are late, so that
+    a long one begins when a short one has ended, or more, where they come in more turns. If all heads are in one
+    section, as many are late as take least time, turn by turn.
+    """
+    at_once, constants = WGMMA_PROCESSORS / key_blocks, dict(tiles.constants)
+    group, residues = 1 if constants.get("BY_HEAD", 0) else problem.group, constants["RESIDUES"]
+    columns = -(-problem.d // WGMMA_SLAB) * WGMMA_SLAB
+    held = max(SECTION_SUMS // (problem.Tq * group * columns * 4 * sums), 1)
+    if problem.has_band and tiles.divided.threads:
+        return heads, 0
+    if not problem.has_band:
+        waves = 1.0 if is_wide(problem) else SUMS_ALONE[False]
+        waves = TWO_WAVES if residues == 1 and heads <= TWO_WAVES * at_once else waves
+        most = max(min(held, int(at_once * waves)), 1)
+        return -(-heads // -(-heads // most)), 0
+    if heads <= min(held, at_once * SUMS_ALONE[problem.Tk > SUMS_LONG]):
+        return heads, _late_alone(problem, tiles, heads, key_blocks, group, residues)
+    steps = [rows_that_see(problem, j, tiles.bc) * group + BLOCK_ROWS for j in range(0, problem.Tk, tiles.bc)]
+    ends = {}
+    for section in range(1, max(min(held, int(at_once * SUMS_WAVES)), 1) + 1):
+        for n in LATE if section > TWO_WAVES * at_once else LATE[:1]:
+            late = key_blocks * n // 16
+            order = steps[late:][::-1] + steps[:late]
+            turn = LATE_TURN / residues
+            ends[section, late] = last_end(order, heads, section, WGMMA_PROCESSORS, turn=turn, in_turn=late)
+    best = [x for x, end in ends.items() if end <= SUMS_GAIN * min(ends.values())]
+    return min(best, key=lambda x: (x[1] > key_blocks // 2, abs(x[0] - 2 * at_once)))
+
+
+def _late_alone(problem: Problem, tiles: Tiles, heads: int, key_blocks: int, group: int, residues: int) -> int:
+    """How many blocks of keys of a head are late, if all heads are in one section."""
+    tried: Iterable[int] = sorted(LATE_ALONE, key=lambda n: abs(n - 8))
+    if is_wide(problem) and heads * key_blocks > LATE_WIDE[0] * WGMMA_PROCESSORS:  # L2 does not hold what others read
+        tried = LATE_WIDE[1:]
+    lengths = [-(-rows_that_see(problem, j, tiles.bc) // tiles.br) * group for j in range(0, problem.Tk, tiles.bc)]
+    best, least = 0, math.inf
+    for n in tried:
+        late, cost = key_blocks * n // 16, 1 + LATE_GAIN[0] * abs(n - 8) + LATE_GAIN[1] * (n < 8)
+        order = [steps + BLOCK_STEPS for steps in lengths[late:][::-1] + lengths[:late]]
+        if last_end(order, heads, heads, WGMMA_PROCESSORS) * cost < least:  # without waiting
+            end = _end_of_turns(lengths, heads, late, group, residues) * cost
+            best, least = (late, end) if end < least else (best, least)
+    return best
+
+
+def _end_of_turns(lengths: list[int], heads: int, late: int, group: int, residues: int) -> float:
+    """When the last multiprocessor is done with blocks of keys of these lengths, in steps, of which each adds to dQ
+    behind those that had their turn before: those that are not late from the first rows that see them on, the last keys
+    first; then the ``late`` first ones of each head, from the last rows down, to other sums.
+
+    ``lengths``: under a causal mask; one block of rows has ``group`` steps.
+    """
+    blocks, rows = len(lengths), max(lengths) // group
+    free = np.zeros((2, residues, heads, rows))  # when the next one may add to a block of rows
+    ends = [0.0] * WGMMA_PROCESSORS
+    for block in [*range(blocks - 1, late - 1, -1), *range(late)]:
+        done = np.arange(1, lengths[block] // group + 1) * group
+        for head in range(heads):
+            is_late = block < late
+            turns = free[int(is_late), block % residues, head, rows - len(done) :]
+            turns = turns[::-1] if is_late else turns
+            begin = ends[0] + BLOCK_STEPS
+            # Each step ends one after the one before, or when it has its turn
+            times = done + np.maximum(np.maximum.accumulate(turns - done), begin)
+            turns[:] = times + TURN_STEPS
+            heapq.heapreplace(ends, float(times[-1]) if len(done) else begin)
+    return max(ends)
