@@ -41,7 +41,8 @@ HEADS_DOWN, TURNS_DOWN, TURNS_WIDE = (64, 8), 2, 4.0
 # In pairs under a mask, all heads, from and up to so many blocks of keys for each multiprocessor; of these, from and up
 # to so many, more than half of them, so that sections are not alike. Where query heads share keys, half of those that
 # come in more than two turns up to so many, all of others up to so many, of more as many as come in two turns.
-SECTION_PAIRED, SECTION_UNLIKE, SECTION_SHARED = (3.0, 6.0), (4.0, 5.2), (3.6, 6.6)
+# With fewer blocks of keys than so many, where these are more, those that come in four turns.
+SECTION_PAIRED, SECTION_UNLIKE, SECTION_SHARED, SECTION_FEW_KEYS = (3.0, 6.0), (4.0, 5.2), (3.6, 6.6), 24
 # Without a mask, of SECTION_KEYS and more, all up to so many.
 SECTION_NO_MASK = 8.0
 DETERMINISTIC_MORE = 4  # times as many heads in a fixed order that is not the last keys first
@@ -128,8 +129,10 @@ def _section_in_order(problem: Problem, tiles: Tiles, heads: int, key_blocks: in
         return heads if waves <= SECTION_SHARED[1] else two_turns
     if band:
         few = SECTION_PAIRED[0] < waves <= SECTION_PAIRED[1] and key_blocks >= 2 * SECTION_KEYS
-        unlike = SECTION_UNLIKE[0] < waves <= SECTION_UNLIKE[1]
-        return 0 if not (paired and few) else heads // 2 + 1 if unlike else heads
+        if paired and few:
+            return heads // 2 + 1 if SECTION_UNLIKE[0] < waves <= SECTION_UNLIKE[1] else heads
+        many = paired and waves > SECTION_PAIRED[1] and key_blocks < SECTION_FEW_KEYS
+        return -(-heads // -(-heads // (2 * two_turns))) if many else 0
     if waves <= TWO_WAVES or paired and key_blocks >= SECTION_KEYS and waves <= SECTION_NO_MASK:
         return heads
     if paired or is_wide(problem) or waves > SECTION_WAVES:

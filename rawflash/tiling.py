@@ -144,18 +144,18 @@ WGMMA_DOWN_ROWS, WGMMA_DOWN_WAVES = 256, 1.6
 # of them; and under a mask with at most so many query heads of a key head (by whether there are more than 64 columns),
 # or BY_HEAD up to so many blocks for each multiprocessor (by whether a head has as many as below; of more than 64
 # columns with more than WGMMA_HEADS_FEW query heads of a key head and fewer blocks of keys than WGMMA_SUMS_USUAL).
-WGMMA_SUMS: dict[int, tuple[float, float]] = {64: (32.0, 8.0), 128: (4.0, 3.0), 256: (8.0, 12.0)}
+WGMMA_SUMS: dict[int, tuple[float, float]] = {64: (32.0, 12.0), 128: (4.0, 3.0), 256: (8.0, 12.0)}
 WGMMA_SUMS_UNEVEN, WGMMA_SUMS_BYTES = 8.0, 1 << 30
 WGMMA_SUMS_GROUP, WGMMA_SUMS_BY_HEAD = {False: 4, True: 2}, (3.0, 4.0, 1.3)
 # Short calls, in which turns take less than from one block of keys to the next, or there are sections whose rows L2
 # holds, gain less than sums cost. Under a mask: with fewer blocks of keys of a head than so many, but for so many (of
-# two query heads of a key head, and else) where there are at most so many for each multiprocessor; with up to so many,
-# where there would be from and up to so many for each multiprocessor, in parts or not.
-WGMMA_SUMS_KEYS, WGMMA_SUMS_PARTS, WGMMA_SUMS_FEW = 8, (4, 6), 0.25
+# two query heads of a key head, and else) where there are at most so many for each multiprocessor, or, of one, from
+# below on up to so many; with up to so many, where there would be from and up to so many for each multiprocessor.
+WGMMA_SUMS_KEYS, WGMMA_SUMS_PARTS, WGMMA_SUMS_FEW, WGMMA_SUMS_LATE = 8, (4, 6), 0.25, 3.0
 WGMMA_SUMS_USUAL, WGMMA_SUMS_ONCE = 12, (0.85, 1.0)
 # Without one: pairs of numbers of blocks of keys of a head, and for each multiprocessor, at most so many of the first
 # and more than so many of the second (by the wider of d and dv); of many columns, not more than two turns.
-WGMMA_SUMS_SHORT = {64: ((5, 2.1), (23, 8.0)), 128: ((1, 0.0), (11, 0.95)), 256: ((8, 1.0),)}
+WGMMA_SUMS_SHORT = {64: ((5, 2.1), (23, 8.0)), 128: ((1, 0.0), (11, 1.0)), 256: ((8, 1.0),)}
 # Pairs instead, where query heads share keys, from so many blocks of keys of a head, and for each multiprocessor on.
 WGMMA_SUMS_PAIRS = (24, 2.7)
 # Different ones of neighbouring blocks of keys: where there are so many blocks of rows for each of those for each
@@ -583,6 +583,9 @@ def _wgmma_backward(problem: Problem, chip: Chip) -> Tiles:
     singly = WGMMA_SUMS_SINGLY[problem.Tk > (WGMMA_SUMS_USUAL - 1) * fused.bc]
     slow |= dict(alone.constants)["SUMS"] > 1 and (band or not paired or blocks <= singly * processors)
     slow |= rows_down(problem) and blocks < WGMMA_DOWN_WAVES * processors
+    # Of an odd number one more, which there is no room for
+    padded = problem.B * problem.Hkv * _padded(-(-problem.Tk // fused.bc), 2)
+    slow |= problem.deterministic and bool(paired and not band) and -(-padded // processors) > -(-blocks // processors)
     slow |= _together(problem, paired) and not (problem.deterministic and paired)
     return alone if few or slow or fused.smem_bytes > chip.on_chip_bytes else fused
 
@@ -716,7 +719,9 @@ def _has_sums(problem: Problem, processors: int, bc: int) -> bool:
     waves = problem.B * (problem.Hq if by_head else problem.Hkv) * blocks / processors
     if band:
         parts = problem.group <= WGMMA_HEADS_FEW and blocks >= WGMMA_SUMS_PARTS[problem.group != 2]
-        short = blocks < WGMMA_SUMS_KEYS and not (parts and waves <= WGMMA_SUMS_FEW)
+        late = problem.group == 1 and blocks >= WGMMA_SUMS_PARTS[True] and not is_wide(problem)
+        late &= WGMMA_SUMS_ONCE[1] < waves <= WGMMA_SUMS_LATE
+        short = blocks < WGMMA_SUMS_KEYS and not (parts and waves <= WGMMA_SUMS_FEW or late)
         once = WGMMA_SUMS_ONCE[0] < waves <= WGMMA_SUMS_ONCE[1]
         short |= once and blocks < WGMMA_SUMS_USUAL and not is_wide(problem)
     else:
