@@ -145,17 +145,23 @@ def planned_as_many() -> contextlib.AbstractContextManager[None]:
 
 def planned_as_few() -> contextlib.AbstractContextManager[None]:
     """Backward passes inside are planned as they are, and short ones in a fixed order as long ones: ``_has_sums``."""
-    return _planned(WGMMA_SUMS_KEYS={False: (0, 0), True: (0, 0)})
+    return _planned(WGMMA_SUMS_KEYS=0, WGMMA_SUMS_ONCE=(0.0, 0.0), WGMMA_SUMS_SHORT={256: ()})
 
 
-def planned_as_long(lag: float = 0.0) -> contextlib.AbstractContextManager[None]:
-    """Backward passes inside have what only long ones have else: ``_can_be_fused`` there."""
-    return _planned(
+@contextlib.contextmanager
+def planned_as_long(lag: float = 0.0) -> Iterator[None]:
+    """Backward passes inside have what only long ones have else: ``_can_be_fused`` there. With sections of all heads,
+    as short ones have in a fixed order, nobody would prepare rows of others."""
+    from rawflash import sections
+
+    as_long = _planned(
         WGMMA_FUSED=defaultdict(lambda: (0, 0, 0)), WGMMA_FUSED_KEYS=1, WGMMA_FUSED_LAG=lag,
         WGMMA_FUSED_ROWS={64: 0, 128: 0}, WGMMA_FUSED_IN_ORDER={64: 0, 128: 0}, WGMMA_FUSED_STORED={64: 0, 128: 0},
         WGMMA_PAIRED_ROWS=0, WGMMA_PAIRED_ODD=defaultdict(int), WGMMA_STORED_HEADS=0.0, WGMMA_TOGETHER=NEVER,
-        WGMMA_DOWN_ROWS=0, WGMMA_SUMS=ONE_SUM,
+        WGMMA_DOWN_WAVES=0.0, WGMMA_SUMS=ONE_SUM,
     )  # fmt: skip
+    with as_long, mock.patch.object(sections, "_section_in_order", lambda *_: 0):
+        yield
 
 
 def _soak(where: Where, kind: Kind, shapes: int, seed: int, oracle: bool, only: int | None) -> Row:

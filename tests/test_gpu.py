@@ -15,7 +15,7 @@ from test_forward import AWKWARD, awkward, make, make_many, normal
 from tolerances import assert_close
 
 import rawflash as rf
-from rawflash import problem, tiling
+from rawflash import problem, sections, tiling
 from rawflash.backends.cupy_raw import fa2_backward
 
 pytestmark = pytest.mark.gpu
@@ -427,8 +427,9 @@ def shortest_lag(monkeypatch):
     as_large_ones(monkeypatch)
     always = defaultdict(lambda: (0, 0, 0))
     for name, value in (("WGMMA_FUSED", always), ("WGMMA_FUSED_KEYS", 1), ("WGMMA_FUSED_LAG", 0.0),
-                        ("WGMMA_DOWN_ROWS", 0), *((name, {64: 0, 128: 0}) for name in FUSED_ROWS)):  # fmt: skip
+                        ("WGMMA_DOWN_WAVES", 0.0), *((name, {64: 0, 128: 0}) for name in FUSED_ROWS)):  # fmt: skip
         monkeypatch.setattr(tiling, name, value)
+    monkeypatch.setattr(sections, "_section_in_order", lambda *_: 0)  # else one section, and nobody is before others
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
@@ -487,7 +488,8 @@ def test_blocks_of_keys_that_are_divided_by_heads(name, dtype, monkeypatch):
     """Backward on sm_90, few blocks of keys, or under a mask more with many query heads: the same rows of all heads
     come together, down and up."""
     monkeypatch.setattr(problem, "_MEMO", {})
-    monkeypatch.setattr(fa2_backward, "WGMMA_PROCESSORS", 8)
+    for module in (fa2_backward, sections):
+        monkeypatch.setattr(module, "WGMMA_PROCESSORS", 8)
     if name.startswith("undivided"):
         monkeypatch.setattr(tiling, "_divided_by_heads", lambda *_: tiling.Divided())
     case, reference = make_many(dtype=dtype, **BY_HEADS[name])

@@ -14,7 +14,7 @@ from test_forward import make, normal
 from tolerances import assert_close
 
 import rawflash as rf
-from rawflash import tiling
+from rawflash import sections, tiling
 from rawflash.backends.cupy_raw import compile, fa2_backward, launch
 from rawflash.hardware import chip, kernels_on
 from rawflash.problem import Problem
@@ -125,6 +125,7 @@ def undivided(monkeypatch):
     monkeypatch.setattr(tiling, "_divided_by_heads", lambda *_: tiling.Divided())
     monkeypatch.setattr(tiling, "WGMMA_TOGETHER", {0: 1 << 30, 1: 1 << 30})
     monkeypatch.setattr(tiling, "WGMMA_SUMS", {256: (0.0, 0.0)})
+    monkeypatch.setattr(tiling, "WGMMA_DOWN_ROWS", 512)
 
 
 @pytest.fixture(params=[False, True], ids=["forwards", "backwards"])
@@ -477,13 +478,13 @@ def check_sections(monkeypatch, taken, Tk, d, nbytes):
     """More heads than L2 can hold: the last section has fewer of them."""
     case = make(B=3, Hq=2, Tq=40, Tk=Tk, d=d, dtype="bfloat16", causal=True)
     for name in ("SECTION_BYTES", "SECTION_STORED"):
-        monkeypatch.setattr(fa2_backward, name, nbytes)
-    monkeypatch.setattr(fa2_backward, "WGMMA_PROCESSORS", 1)  # a section has a block of threads for each
-    sections = []
-    section = fa2_backward._section
-    monkeypatch.setattr(fa2_backward, "_section", lambda *of: sections.append(section(*of)) or sections[-1])
+        monkeypatch.setattr(sections, name, nbytes)
+    for module in (fa2_backward, sections):  # a section has a block of threads for each
+        monkeypatch.setattr(module, "WGMMA_PROCESSORS", 1)
+    found, section = [], sections._section
+    monkeypatch.setattr(sections, "_section", lambda *of: found.append(section(*of)) or found[-1])
     check(case, case.reference())
-    assert taken and 1 < sections[0] < 6 and 6 % sections[0]
+    assert taken and 1 < found[0] < 6 and 6 % found[0]
 
 
 @pytest.mark.parametrize("options", [
@@ -528,6 +529,8 @@ def fused(monkeypatch):
     monkeypatch.setattr(tiling, "WGMMA_FUSED_ROWS", {64: 0, 128: 0})
     monkeypatch.setattr(tiling, "WGMMA_FUSED_IN_ORDER", {64: 0, 128: 0})
     monkeypatch.setattr(tiling, "WGMMA_FUSED_STORED", {64: 0, 128: 0})
+    monkeypatch.setattr(tiling, "WGMMA_DOWN_WAVES", 0.0)
+    monkeypatch.setattr(sections, "_section_in_order", lambda *_: 0)  # else one section, and nobody is before others
 
 
 @pytest.fixture
@@ -610,7 +613,8 @@ def by_heads(monkeypatch):
         return tiling.Divided(0, problem.B * problem.Hkv * launch.blocks_of(problem.Tk, bc), parts)
 
     monkeypatch.setattr(tiling, "_divided_by_heads", some)
-    monkeypatch.setattr(fa2_backward, "WGMMA_PROCESSORS", 4)
+    for module in (fa2_backward, sections):
+        monkeypatch.setattr(module, "WGMMA_PROCESSORS", 4)
 
 
 BY_HEADS = {
@@ -858,8 +862,8 @@ def test_a_schedule_is_found_once(device_by_name, monkeypatch, taken):
     """For calls that are alike: it takes longer than a launch."""
     moved = on_device(make(B=1, Hq=2, Tq=150, d=64, dtype="bfloat16", causal=True))
     out, lse = moved.forward()
-    found, section = [], fa2_backward._section
-    monkeypatch.setattr(fa2_backward, "_section", lambda *of: found.append(section(*of)) or found[-1])
+    found, section = [], sections._section
+    monkeypatch.setattr(sections, "_section", lambda *of: found.append(section(*of)) or found[-1])
     for _ in range(3):
         moved.backward(out, lse)
     assert len(found) == 1 and len(taken) == 3
@@ -873,21 +877,21 @@ def test_a_schedule_is_found_once(device_by_name, monkeypatch, taken):
     (dict(Hq=24, T=1024, d=64), 24),
     (dict(Hq=12, T=1024, d=256), 12), (dict(Hq=24, T=1024, causal=False), 1),
     (dict(Hq=8, T=4096, deterministic=True), 8), (dict(B=4, Hq=16, T=4096, deterministic=True), 8),
-    (dict(B=8, Hq=16, T=2048, deterministic=True), 8), (dict(B=32, Hq=16, T=512, deterministic=True), 10),
+    (dict(B=8, Hq=16, T=2048, deterministic=True), 32), (dict(B=32, Hq=16, T=512, deterministic=True), 10),
     (dict(B=32, Hq=16, T=512, causal=False, deterministic=True), 21),
     (dict(B=8, Hq=8, T=2048, d=256, causal=False, deterministic=True), 8),
     (dict(B=2, Hq=8, T=8192, d=256, deterministic=True), 2), (dict(B=32, Hq=8, T=512, d=256, deterministic=True), 21),
     (dict(Hq=8, T=4096, d=256, deterministic=True), 8),
     (dict(Hq=8, T=4096, d=256, causal=False, deterministic=True), 4),
     # Grouped, in a fixed order: so many query heads
-    (dict(B=8, Hq=32, Hkv=8, T=2048, deterministic=True), 16), (dict(Hq=32, Hkv=8, T=2048, deterministic=True), 8),
+    (dict(B=8, Hq=32, Hkv=8, T=2048, deterministic=True), 17), (dict(Hq=32, Hkv=8, T=2048, deterministic=True), 8),
     (dict(B=8, Hq=32, Hkv=2, T=2048, d=64, deterministic=True), 16),
     (dict(Hq=96, Hkv=1, T=2048, deterministic=True), 1),
     (dict(B=8, Hq=16, Hkv=8, T=2048, d=256, deterministic=True), 4),
     (dict(Hq=32, Hkv=8, T=2048, d=256, deterministic=True), 8),
     (dict(Hq=10, T=8192, deterministic=True), 6), (dict(Hq=16, T=8192, deterministic=True), 4),
     (dict(Hq=12, T=8192, deterministic=True), 12), (dict(Hq=5, T=16384, deterministic=True), 3),
-    (dict(B=8, Hq=32, Hkv=2, T=2048, d=256, deterministic=True), 1),
+    (dict(B=8, Hq=32, Hkv=2, T=2048, d=256, deterministic=True), 8),
 ])  # fmt: skip
 def test_sections_by_when_they_end(options, section, monkeypatch):
     """In small calls, or such with many keys, of so many heads that the last section has not too few."""
@@ -897,7 +901,7 @@ def test_sections_by_when_they_end(options, section, monkeypatch):
     how.setdefault("Hkv", how["Hq"])
     problem = Problem(**how, Tq=T, Tk=T, d=d, dv=d, dtype="bfloat16", backend="cupy_raw")
     tiles = tiling.plan_tiles(problem, replace(kernels_on("cupy_raw", chip("sm_90")), processors=132), "backward")
-    assert fa2_backward._section(problem, tiles, -(-T // tiles.bc)) == section
+    assert sections._section(problem, tiles, problem.B * problem.Hkv, -(-T // tiles.bc)) == section
 
 
 def test_divisors():
@@ -1066,21 +1070,23 @@ IN_ORDER = {
 @pytest.fixture
 def late(monkeypatch):
     """More blocks of threads than run at once."""
-    monkeypatch.setattr(fa2_backward, "WGMMA_PROCESSORS", 2)
+    for module in (fa2_backward, sections):
+        monkeypatch.setattr(module, "WGMMA_PROCESSORS", 2)
     monkeypatch.setattr(tiling, "_divided_by_heads", lambda *_: tiling.Divided())
 
 
 @pytest.fixture
 def down(monkeypatch):
     """Short calls, too."""
-    monkeypatch.setattr(tiling, "WGMMA_TOGETHER_ROWS", 0)
+    monkeypatch.setattr(tiling, "WGMMA_DOWN_ROWS", 0)
 
 
 @pytest.fixture
 def late_in_last_head(late, monkeypatch):
     """And a section for each head."""
     for name in ("SECTION_LAST", "SECTION_MOST", "SECTION_BYTES"):
-        monkeypatch.setattr(fa2_backward, name, 1)
+        monkeypatch.setattr(sections, name, 1)
+    monkeypatch.setattr(sections, "_section_in_order", lambda *_: 0)
 
 
 @pytest.fixture

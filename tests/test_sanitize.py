@@ -16,7 +16,7 @@ import sanitize
 from strategies import Decode
 from test_cupy_raw_offline import Array, Device
 
-from rawflash import arrays, tiling
+from rawflash import arrays, sections, tiling
 from rawflash.backends.cupy_raw import compile as compiler
 from rawflash.backends.cupy_raw import launch
 
@@ -35,6 +35,7 @@ def plans(monkeypatch):
     """`plan_for` changes them."""
     for name, value in sanitize.AS_THEY_ARE.items():
         monkeypatch.setattr(tiling, name, value)
+    monkeypatch.setattr(sections, "_section_in_order", sanitize.IN_ORDER)
 
 
 def test_the_calls_reach_every_kernel_both_ways_of_every_switch(monkeypatch, plans):

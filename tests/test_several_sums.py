@@ -11,7 +11,7 @@ from test_hopper_backward_emulated import (  # noqa: F401
     paired, prepared, taken, undivided, zeros,
 )  # fmt: skip
 
-from rawflash import tiling
+from rawflash import sections, tiling
 from rawflash.backends.cupy_raw import compile, fa2_backward, launch
 from rawflash.backends.cupy_raw.launch import blocks_of
 from rawflash.hardware import chip, kernels_on
@@ -135,11 +135,13 @@ CASES = {name: (options | {"deterministic": True}, *more) for name, (options, *m
 def several(monkeypatch, undivided):  # noqa: F811
     """Short calls have several sums, too."""
     monkeypatch.setattr(tiling, "WGMMA_SUMS", {256: (np.inf, np.inf)})
-    monkeypatch.setattr(tiling, "WGMMA_SUMS_KEYS", {False: (0, 0), True: (0, 0)})
+    monkeypatch.setattr(tiling, "WGMMA_SUMS_KEYS", 0)
+    monkeypatch.setattr(tiling, "WGMMA_SUMS_ONCE", (0.0, 0.0))
+    monkeypatch.setattr(tiling, "WGMMA_SUMS_SHORT", {256: ()})
     monkeypatch.setattr(tiling, "WGMMA_SUMS_UNEVEN", np.inf)
-    monkeypatch.setattr(tiling, "WGMMA_DIAGONAL", (np.inf, np.inf))
+    monkeypatch.setattr(tiling, "WGMMA_DIAGONAL", (np.inf, np.inf, np.inf))
     monkeypatch.setattr(tiling, "WGMMA_SUMS_GROUP", {False: np.inf, True: np.inf})
-    monkeypatch.setattr(tiling, "WGMMA_SUMS_SINGLY", 0)
+    monkeypatch.setattr(tiling, "WGMMA_SUMS_SINGLY", (0.0, 0.0))
     monkeypatch.setattr(tiling, "_is_by_head", lambda *_: False)
 
 
@@ -275,7 +277,7 @@ def test_sections_and_late_blocks_of_keys(heads, T, section, late, monkeypatch):
                       causal=True, deterministic=True)  # fmt: skip
     tiles = tiling.plan_tiles(problem, replace(kernels_on("cupy_raw", chip("sm_90")), processors=132), "backward")
     sums = dict(tiles.constants)["SUMS"]
-    assert sums > 1 and fa2_backward._section_of_sums(problem, tiles, T // tiles.bc, sums) == (section, late)
+    assert sums > 1 and sections._section_of_sums(problem, tiles, heads, T // tiles.bc, sums) == (section, late)
 
 
 @pytest.mark.parametrize("heads, T, d, words", [

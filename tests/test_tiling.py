@@ -798,20 +798,30 @@ def test_which_calls_have_pairs_of_blocks_of_threads(options, paired):
 @pytest.mark.parametrize("options, fused", [
     (dict(), 1), (dict(Tq=4225), 1), (dict(Tk=896), 0), (dict(causal=True, Tk=1920), 0), (dict(window=(9000, 0)), 0),
     (dict(causal=True, B=16, Tq=1024, Tk=1024), 0), (dict(causal=True, B=8, Tq=2048, Tk=2048), 1),
-    (dict(d=64, dv=64), 1), (dict(d=64, dv=64, Tq=4225), 1), (dict(d=64, dv=64, Tk=4225, causal=True), 1),
+    (dict(d=64, dv=64), 0), (dict(B=16, d=64, dv=64), 0), (dict(d=64, dv=64, Tq=4225), 0),
+    (dict(d=64, dv=64, Tk=4225, causal=True), 1),
     (dict(d=64, dv=64, B=32, Tq=512, Tk=512), 0), (dict(d=64, dv=64, B=16, Tq=1024, Tk=1024, causal=True), 1),
     (dict(d=64, dv=64, B=64, Tq=512, Tk=512, causal=True), 1),
 ])  # fmt: skip
 def test_which_calls_in_a_fixed_order_have_rows_that_others_prepare(options, fused):
-    """At d = 128 those in pairs; of less than some rows a block of keys none. The first one to add stores,
-    unless others clear: at d = 64 without a mask."""
+    """At d = 128 those in pairs; of less than some rows a block of keys none, nor at d = 64 without a mask. The first
+    one to add stores."""
     fixed = dict(B=4, Hq=16, Hkv=16, Tq=4096, Tk=4096, d=128, dv=128, dtype="bfloat16", backend="cupy_raw")
     tiles = plan_tiles(problem(**(fixed | options), deterministic=True), H200, "backward")
     constants = dict(tiles.constants)
     assert tiles.family == tiling.WGMMA and constants["FUSED"] == fused
     assert constants["PAIRED"] == (fused and tiles.br == 64) and constants["APART"] == (tiles.br == 128)
-    others_clear = fused and tiles.br == 128 and "causal" not in options
-    assert constants["FIRST_STORES"] == (not others_clear)
+    assert constants["FIRST_STORES"]
+
+
+@pytest.mark.parametrize("options", [dict(), dict(Tq=4225), dict(B=16, Tq=1024, Tk=1024)])
+def test_others_clear_sums_in_a_fixed_order(options, monkeypatch):
+    """At d = 64 without a mask, if they prepare rows: the first one to add does not store."""
+    monkeypatch.setattr(tiling, "WGMMA_FUSED_IN_ORDER", {64: 544, 128: 768})
+    monkeypatch.setattr(tiling, "WGMMA_SUMS", {256: (0.0, 0.0)})
+    fixed = dict(B=4, Hq=16, Hkv=16, Tq=4096, Tk=4096, d=64, dv=64, dtype="bfloat16", backend="cupy_raw")
+    constants = dict(plan_tiles(problem(**(fixed | options), deterministic=True), H200, "backward").constants)
+    assert (constants["FUSED"], constants["APART"], constants["FIRST_STORES"]) == (1, 1, 0)
 
 
 @pytest.mark.parametrize("d", [64, 128])
@@ -916,7 +926,7 @@ def test_rows_and_keys_of_a_band(Tq, Tk, at, size, data):
     (dict(T=2048, Hq=1, causal=True), (8, 1, 1, 8)), (dict(T=6144, Hq=1, causal=True), (5, 1, 1, 5)),
     (dict(T=1408, Hq=5, causal=True), (4, 1, 1, 4)), (dict(T=1024, causal=True), (4, 1, 1, 4)),
     (dict(T=1024, Hq=16, causal=True), (1, 1, 0, 1)), (dict(T=1024, Hq=24, causal=True), (2, 1, 0, 1)),
-    (dict(T=1024), (8, 4, 0, 4)), (dict(T=1024, Hq=32), (2, 1, 0, 1)), (dict(T=1024, Hq=64), (1, 1, 0, 1)),
+    (dict(T=1024), (8, 4, 0, 4)), (dict(T=1024, Hq=32), (1, 1, 0, 1)), (dict(T=1024, Hq=64), (1, 1, 0, 1)),
     (dict(Hq=8, Hkv=4, causal=True), (2, 1, 1, 2)), (dict(Hq=16, Hkv=4, d=64, causal=True), (2, 1, 1, 2)),
     (dict(Hq=32, Hkv=16, d=64, causal=True), (2, 1, 0, 1)), (dict(Hq=8, Hkv=4, d=256, causal=True), (2, 1, 0, 1)),
     (dict(Hq=4, Hkv=2, T=2048, causal=True), (6, 1, 1, 6)), (dict(Hq=8, Hkv=1, causal=True), (2, 1, 0, 1)),
@@ -935,12 +945,14 @@ def test_which_calls_have_several_sums(options, sums):
     dict(deterministic=False), dict(deterministic=False, causal=True), dict(varlen=True),
     dict(varlen=True, causal=True), dict(window=(500, 0)), dict(window=(500, None)),
     dict(Hq=32, Hkv=4, causal=True), dict(Hq=64), dict(Hq=64, causal=True), dict(T=2048, Tq=16385),
-    dict(T=2048, Tq=16385, causal=True), dict(Tq=511), dict(T=896, causal=True), dict(Hq=256, Hkv=4, T=16384),
+    dict(T=2048, Tq=16385, causal=True), dict(Tq=511), dict(Hq=5, T=896, causal=True), dict(Hq=256, Hkv=4, T=16384),
 ], ids=str)  # fmt: skip
 @pytest.mark.parametrize("d", [64, 128, 256])
 def test_which_calls_have_not(options, d):
     if d == 256 and options.get("T") == 896:  # twice as many blocks of keys
         options = options | dict(T=448)
+    if d == 64 and options == dict(Hq=64):  # whose blocks of keys may be eight times as many
+        options = dict(Hq=133)
     tiles = in_order(**options, d=d)
     assert tiles.family == tiling.WGMMA and dict(tiles.constants)["SUMS"] == 1
 
@@ -948,7 +960,7 @@ def test_which_calls_have_not(options, d):
 @pytest.mark.parametrize("options, by_head", [
     (dict(Hq=8, Hkv=1), 1), (dict(Hq=8, Hkv=2), 1), (dict(Hq=4, Hkv=2), 1), (dict(Hq=8, Hkv=4), 0),
     (dict(Hq=2, Hkv=1, T=2048), 0), (dict(Hq=32, Hkv=1), 0), (dict(Hq=8, Hkv=1, causal=False), 0),
-    (dict(Hq=16, Hkv=1), 1), (dict(Hq=32, Hkv=2, T=2048), 0), (dict(Hq=4, Hkv=1, T=1024), 1),
+    (dict(Hq=11, Hkv=1), 1), (dict(Hq=16, Hkv=1), 0), (dict(Hq=32, Hkv=2, T=2048), 0), (dict(Hq=4, Hkv=1, T=1024), 1),
     (dict(Hq=8, Hkv=1, d=256), 0), (dict(Hq=8, Hkv=1, deterministic=False), 0), (dict(Hq=8, Hkv=1, varlen=True), 0),
     (dict(Hq=8, Hkv=1, d=64), 1), (dict(Hq=4), 0),
 ])  # fmt: skip
@@ -1040,26 +1052,29 @@ def test_blocks_of_keys_of_few_query_heads_are_divided(heads, T, d, parts, in_or
 
 @pytest.mark.parametrize("options, together, fused", [
     (dict(), 0, 1), (dict(Hkv=8), 0, 1), (dict(Hkv=4), 1, 0), (dict(Hkv=8, Tq=2048, Tk=2048), 1, 0),
-    (dict(Hkv=16, Tq=2048, Tk=2048), 0, 1), (dict(Hkv=4, causal=False), 0, 1), (dict(Hkv=4, deterministic=True), 1, 0),
+    (dict(Hkv=16, Tq=2048, Tk=2048), 0, 1), (dict(Hkv=4, causal=False), 0, 1), (dict(Hkv=4, deterministic=True), 0, 1),
+    (dict(B=1, Hq=64, Hkv=8, Tq=3328, Tk=3328, deterministic=True), 1, 0),
     (dict(Hkv=8, window=(500, 0)), 1, 0), (dict(Hkv=4, d=64, dv=64), 1, 0), (dict(Hkv=4, B=64, Tq=512, Tk=512), 0, 0),
     (dict(Hkv=8, Tq=2048, Tk=2048, varlen=True), 0, 0), (dict(Hkv=4, varlen=True), 1, 0),
 ])  # fmt: skip
 def test_rows_of_many_query_heads_come_together(options, together, fused):
-    """Under a mask, from four on; from eight where there would be pairs, or sequences are packed; in short calls the
-    first dQ is stored."""
+    """Under a mask, from four on; from eight where there would be pairs, or sequences are packed; in a fixed order not
+    in pairs; in short calls the first dQ is stored."""
     fixed = dict(B=8, Hq=32, Hkv=32, Tq=4096, Tk=4096, d=128, dv=128, dtype="bfloat16", backend="cupy_raw", causal=True)
     tiles = plan_tiles(problem(**(fixed | options)), H200, "backward")
     constants = dict(tiles.constants)
     assert (constants["TOGETHER"], constants["FUSED"], constants["DIVIDED"] * together) == (together, fused, 0)
 
 
-@pytest.mark.parametrize("group, T, down", [
-    (1, 2048, False), (2, 2048, True), (2, 2176, False), (4, 8192, True), (4, 8320, False), (3, 4608, True),
-    (4, 512, False), (8, 30000, True),
+@pytest.mark.parametrize("group, B, T, down", [
+    (1, 8, 2048, False), (2, 8, 2048, False), (2, 8, 2176, False), (4, 8, 8192, False), (3, 8, 4608, False),
+    (8, 8, 30000, False), (4, 8, 512, True), (4, 8, 384, True), (4, 8, 256, False),
+    # Few blocks of keys for each multiprocessor
+    (4, 2, 2048, False), (4, 2, 1536, True), (4, 1, 2048, True), (8, 1, 3072, True), (8, 1, 3456, False),
 ])  # fmt: skip
-def test_rows_of_grouped_heads_go_down_in_a_fixed_order(group, T, down):
-    """As measured (bench/notes/sm90.md, run AG): otherwise in pairs, or the last keys first."""
-    fixed = dict(B=8, Hq=8 * group, Hkv=8, Tq=T, Tk=T, d=128, dv=128, dtype="bfloat16", backend="cupy_raw", causal=True)
+def test_rows_of_grouped_heads_go_down_in_a_fixed_order(group, B, T, down):
+    """As measured (bench/notes/sm90.md, runs AG and AK): otherwise in pairs, or the last keys first."""
+    fixed = dict(B=B, Hq=8 * group, Hkv=8, Tq=T, Tk=T, d=128, dv=128, dtype="bfloat16", backend="cupy_raw", causal=True)
     constants = dict(plan_tiles(problem(**fixed, deterministic=True), H200, "backward").constants)
     assert (constants["TOGETHER"], constants["LAST_FIRST"]) == ((1, 0) if down else (0, 1))
     assert constants["PAIRED"] == (not down and T > 512)
@@ -1107,7 +1122,8 @@ def test_backward_passes_of_16_bits_on_sm_90(dtype):
         assert dict(tiles.constants)["LAST_FIRST"] == last_first
     for options, together, last_first in (
         (dict(), 1, 0), (dict(d=64), 1, 0), (dict(varlen=True), 1, 0), (dict(softcap=3.0), 1, 0), (dict(Hkv=8), 0, 1),
-        (dict(Tk=512), 0, 1), (dict(causal=False), 0, 0), (dict(causal=False, window=(50, 0)), 1, 0),
+        (dict(Tk=512), 1, 0), (dict(Tq=256, Tk=256), 0, 1), (dict(causal=False), 0, 0),
+        (dict(causal=False, window=(50, 0)), 1, 0),
     ):  # fmt: skip
         tiles = planned(**dict(d=96, causal=True, deterministic=True, B=20) | options)
         assert [dict(tiles.constants)[name] for name in ("TOGETHER", "LAST_FIRST")] == [together, last_first]
