@@ -156,7 +156,8 @@ WGMMA_SUMS_USUAL, WGMMA_SUMS_ONCE = 12, (0.85, 1.0)
 # Without one: pairs of numbers of blocks of keys of a head, and for each multiprocessor, at most so many of the first
 # and more than so many of the second (by the wider of d and dv); of many columns, not more than two turns.
 WGMMA_SUMS_SHORT = {64: ((5, 2.1), (23, 8.0)), 128: ((1, 0.0), (11, 1.0)), 256: ((8, 1.0),)}
-# Pairs instead, where query heads share keys, from so many blocks of keys of a head, and for each multiprocessor on.
+# Pairs instead, where two query heads share keys, from so many blocks of keys of a head on, and for each
+# multiprocessor.
 WGMMA_SUMS_PAIRS = (24, 2.7)
 # Different ones of neighbouring blocks of keys: where there are so many blocks of rows for each of those for each
 # multiprocessor (in cuda/sm90/fa2_backward.cu; fa2_backward_wide.cu); of many columns not where sections of two for
@@ -731,7 +732,8 @@ def _has_sums(problem: Problem, processors: int, bc: int) -> bool:
     # With more query heads than so many of a key head those before the last keys are far from others' rows, not in L2
     far = band and problem.group > WGMMA_SUMS_GROUP[columns > WGMMA_SLAB] and not by_head
     keys, some = WGMMA_SUMS_PAIRS
-    far |= band and problem.group > 1 and WGMMA_SLAB < width <= bc and blocks >= keys and waves > some
+    paired = problem.group > 1 and not by_head and WGMMA_SLAB < width <= bc
+    far |= band and paired and blocks >= keys and waves > some
     return not (short or far) and (not band or _has_upper_end(problem))
 
 

@@ -960,7 +960,8 @@ def test_which_calls_have_not(options, d):
 @pytest.mark.parametrize("options, by_head", [
     (dict(Hq=8, Hkv=1), 1), (dict(Hq=8, Hkv=2), 1), (dict(Hq=4, Hkv=2), 1), (dict(Hq=8, Hkv=4), 0),
     (dict(Hq=2, Hkv=1, T=2048), 0), (dict(Hq=32, Hkv=1), 0), (dict(Hq=8, Hkv=1, causal=False), 0),
-    (dict(Hq=11, Hkv=1), 1), (dict(Hq=16, Hkv=1), 0), (dict(Hq=32, Hkv=2, T=2048), 0), (dict(Hq=4, Hkv=1, T=1024), 1),
+    (dict(Hq=16, Hkv=1), 1), (dict(Hq=17, Hkv=1), 0), (dict(Hq=8, Hkv=2, T=8192), 1), (dict(Hq=32, Hkv=2, T=2048), 0),
+    (dict(Hq=4, Hkv=1, T=1024), 1),
     (dict(Hq=8, Hkv=1, d=256), 0), (dict(Hq=8, Hkv=1, deterministic=False), 0), (dict(Hq=8, Hkv=1, varlen=True), 0),
     (dict(Hq=8, Hkv=1, d=64), 1), (dict(Hq=4), 0),
 ])  # fmt: skip
