@@ -24,11 +24,13 @@ SECTION_WIDE = 48 << 20  # the same, in a fixed order, of more columns and more 
 SECTION_MOST, SECTION_KEYS = 64 << 20, 32  # so that fewer multiprocessors are idle; blocks of keys, in any call
 BLOCK_ROWS = 128  # with as many a block of threads would be busy for as long as it takes to begin and to end
 TWO_WAVES = 2.1  # blocks of keys for each multiprocessor that come in two turns, or nearly
-# Where dQ has several sums: bytes of these; blocks of keys for each multiprocessor that one section has at most, if it
-# is the only one (under a mask more from so many keys on), and if there are others; up to what part of the least time
-# simpler choices are preferred; how many of 16 blocks of keys are LATE (sm90/backward.cuh), if there are other
-# sections: half where a section has up to TWO_WAVES; and for how many rows these wait for each other where they begin.
-SECTION_SUMS, SUMS_LONG, SUMS_ALONE, SUMS_WAVES, SUMS_GAIN = 96 << 20, 4096, (3.5, 6.6), 3.0, 1.03
+# Where dQ has several sums, by whether d or dv is above WGMMA_SLAB: bytes of these; blocks of keys for each
+# multiprocessor that one section has at most, if it is the only one (under a mask more from so many keys on). If there
+# are others, so many; up to what part of the least time simpler choices are preferred; how many of 16 blocks of keys
+# are LATE (sm90/backward.cuh): half where a section has up to TWO_WAVES; and for how many rows these wait for each
+# other where they begin.
+SECTION_SUMS, SUMS_LONG = {False: 120 << 20, True: 96 << 20}, 4096
+SUMS_ALONE, SUMS_WAVES, SUMS_GAIN = {False: (3.5, 9.5), True: (3.5, 6.6)}, 3.0, 1.03
 LATE, LATE_TURN = (8, 11, 13, 14), 48.0
 # In the only section, of 16; of many columns, from so many blocks of keys for each multiprocessor on, so many. In steps
 # of a block of rows: from the one in which a block of keys adds to dQ to that in which the next one can, and what it
@@ -152,16 +154,16 @@ def _section_of_sums(problem: Problem, tiles: Tiles, heads: int, key_blocks: int
     """
     at_once, constants = WGMMA_PROCESSORS / key_blocks, dict(tiles.constants)
     group, residues = 1 if constants.get("BY_HEAD", 0) else problem.group, constants["RESIDUES"]
-    columns = -(-problem.d // WGMMA_SLAB) * WGMMA_SLAB
-    held = max(SECTION_SUMS // (problem.Tq * group * columns * 4 * sums), 1)
+    columns, many = -(-problem.d // WGMMA_SLAB) * WGMMA_SLAB, max(problem.d, problem.dv) > WGMMA_SLAB
+    held = max(SECTION_SUMS[many] // (problem.Tq * group * columns * 4 * sums), 1)
     if problem.has_band and tiles.divided.threads:
         return heads, 0
     if not problem.has_band:
-        waves = 1.0 if is_wide(problem) else SUMS_ALONE[False]
+        waves = 1.0 if is_wide(problem) else SUMS_ALONE[many][False]
         waves = TWO_WAVES if residues == 1 and heads <= TWO_WAVES * at_once else waves
         most = max(min(held, int(at_once * waves)), 1)
         return -(-heads // -(-heads // most)), 0
-    if heads <= min(held, at_once * SUMS_ALONE[problem.Tk > SUMS_LONG]):
+    if heads <= min(held, at_once * SUMS_ALONE[many][problem.Tk > SUMS_LONG]):
         return heads, _late_alone(problem, tiles, heads, key_blocks, group, residues)
     steps = [rows_that_see(problem, j, tiles.bc) * group + BLOCK_ROWS for j in range(0, problem.Tk, tiles.bc)]
     ends = {}

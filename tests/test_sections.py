@@ -145,6 +145,10 @@ def test_how_many_heads_a_section_has_in_a_fixed_order(options, in_order):
     (dict(Hq=20, T=1024, d=256), (7, 0)), (dict(Hq=4, d=256), (2, 0)), (dict(Hq=16, Hkv=4, T=2048, d=256), (2, 0)),
     (dict(Hq=16, T=1024, d=256), (16, 0)), (dict(Hq=4, causal=True), (4, 0)),
     (dict(Hq=32, Hkv=16, d=64, causal=True), (8, 16)), (dict(Hq=32, Hkv=16, d=256, causal=True), (4, 32)),
+    # Few columns: all heads in more turns, where their sums have 120 MiB (10 heads) and no more (8 heads of more rows)
+    (dict(Hq=12, T=12288, d=64, causal=True), (12, 54)), (dict(Hq=10, T=12288, d=64, causal=True), (10, 66)),
+    (dict(Hq=8, T=16384, d=64, causal=True), (2, 64)), (dict(Hq=16, T=8192, d=64, causal=True), (16, 32)),
+    (dict(Hq=16, T=8192, d=64, dv=128, causal=True), (4, 32)), (dict(Hq=9, T=3072, d=256, causal=True), (5, 24)),
 ])  # fmt: skip
 def test_how_many_heads_a_section_has_where_dq_has_several_sums(options, found):
     problem, tiles, constants = planned(**options)
