@@ -25,12 +25,13 @@ SECTION_MOST, SECTION_KEYS = 64 << 20, 32  # so that fewer multiprocessors are i
 BLOCK_ROWS = 128  # with as many a block of threads would be busy for as long as it takes to begin and to end
 TWO_WAVES = 2.1  # blocks of keys for each multiprocessor that come in two turns, or nearly
 # Where dQ has several sums, by whether d or dv is above WGMMA_SLAB: bytes of these; blocks of keys for each
-# multiprocessor that one section has at most, if it is the only one (under a mask more from so many keys on). If there
-# are others, so many; up to what part of the least time simpler choices are preferred; how many of 16 blocks of keys
-# are LATE (sm90/backward.cuh): half where a section has up to TWO_WAVES; and for how many rows these wait for each
-# other where they begin.
+# multiprocessor that one section has at most, if it is the only one (under a mask more from so many keys on). Without a
+# mask, and if there are others, so many; up to what part of the least time simpler choices are preferred; how many of
+# 16 blocks of keys are LATE (sm90/backward.cuh): half where a section has up to TWO_WAVES; and for how many rows these
+# wait for each other where they begin.
 SECTION_SUMS, SUMS_LONG = {False: 120 << 20, True: 96 << 20}, 4096
-SUMS_ALONE, SUMS_WAVES, SUMS_GAIN = {False: (3.5, 9.5), True: (3.5, 6.6)}, 3.0, 1.03
+SUMS_ALONE, SUMS_NO_MASK = {False: (5.2, 9.5), True: (3.5, 6.6)}, 3.5
+SUMS_WAVES, SUMS_GAIN = 3.0, 1.03
 LATE, LATE_TURN = (8, 11, 13, 14), 48.0
 # In the only section, of 16; of many columns, from so many blocks of keys for each multiprocessor on, so many. In steps
 # of a block of rows: from the one in which a block of keys adds to dQ to that in which the next one can, and what it
@@ -38,8 +39,9 @@ LATE, LATE_TURN = (8, 11, 13, 14), 48.0
 # half, for each of 16 blocks of keys, and that fewer are.
 LATE_ALONE, LATE_WIDE, TURN_STEPS, BLOCK_STEPS, LATE_GAIN = range(4, 15), (3.5, 11), 1.35, 4.5, (0.00125, 0.01)
 # Query heads in turn, where rows go down in a fixed order: so many, but so many blocks of keys for each multiprocessor;
-# of more columns so many, but those that come in two turns where there are at most so many of these.
-HEADS_DOWN, TURNS_DOWN, TURNS_WIDE = (64, 8), 2, 4.0
+# of more columns so many, but all up to so many of these, and up to so many sections alike of which each comes in two
+# turns.
+HEADS_DOWN, TURNS_DOWN, TURNS_WIDE = (64, 8), 2, (2.6, 4.0)
 # In pairs under a mask, all heads, from and up to so many blocks of keys for each multiprocessor; of these, from and up
 # to so many, more than half of them, so that sections are not alike. Where query heads share keys, half of those that
 # come in more than two turns up to so many, all of others up to so many, of more as many as come in two turns.
@@ -124,7 +126,9 @@ def _section_in_order(problem: Problem, tiles: Tiles, heads: int, key_blocks: in
         most = max(HEADS_DOWN[is_wide(problem)] // problem.group, 1)
         if not is_wide(problem):
             return max(most, TURNS_DOWN * WGMMA_PROCESSORS // key_blocks)
-        return two_turns if not problem.varlen and waves <= TURNS_WIDE else most
+        if problem.varlen or waves > TURNS_WIDE[1]:
+            return most
+        return heads if waves <= TURNS_WIDE[0] else -(-heads // -(-heads // two_turns))
     if band and paired and problem.group > 1:
         if TWO_WAVES < waves <= SECTION_SHARED[0]:
             return -(-heads // 2)
@@ -159,7 +163,7 @@ def _section_of_sums(problem: Problem, tiles: Tiles, heads: int, key_blocks: int
     if problem.has_band and tiles.divided.threads:
         return heads, 0
     if not problem.has_band:
-        waves = 1.0 if is_wide(problem) else SUMS_ALONE[many][False]
+        waves = 1.0 if is_wide(problem) else SUMS_NO_MASK
         waves = TWO_WAVES if residues == 1 and heads <= TWO_WAVES * at_once else waves
         most = max(min(held, int(at_once * waves)), 1)
         return -(-heads // -(-heads // most)), 0

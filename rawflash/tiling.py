@@ -143,10 +143,12 @@ WGMMA_DOWN_ROWS, WGMMA_DOWN_WAVES = 256, 1.6
 # whether there is a mask); with at most so many times as many rows as keys, or keys as rows; up to so many bytes of all
 # of them; and under a mask with at most so many query heads of a key head (by whether there are more than 64 columns),
 # or BY_HEAD up to so many blocks for each multiprocessor (by whether a head has as many as below; of more than 64
-# columns with more than WGMMA_HEADS_FEW query heads of a key head and fewer blocks of keys than WGMMA_SUMS_USUAL).
+# columns with more than WGMMA_HEADS_FEW query heads of a key head and fewer blocks of keys than WGMMA_SUMS_USUAL), with
+# more than so many query heads of a key head at most so many (by whether there are more than 64 columns).
 WGMMA_SUMS: dict[int, tuple[float, float]] = {64: (32.0, 12.0), 128: (4.0, 3.0), 256: (8.0, 12.0)}
 WGMMA_SUMS_UNEVEN, WGMMA_SUMS_BYTES = 8.0, 1 << 30
 WGMMA_SUMS_GROUP, WGMMA_SUMS_BY_HEAD = {False: 4, True: 2}, (3.0, 4.0, 1.3)
+WGMMA_SUMS_HEADS = {False: {16: 2.0}, True: {8: 3.2, 16: 2.0}}
 # Short calls, in which turns take less than from one block of keys to the next, or there are sections whose rows L2
 # holds, gain less than sums cost. Under a mask: with fewer blocks of keys of a head than so many, but for so many (of
 # two query heads of a key head, and else) where there are at most so many for each multiprocessor, or, of one, from
@@ -743,7 +745,8 @@ def _is_by_head(problem: Problem, processors: int, bc: int) -> bool:
     columns, group, is_long = max(problem.d, problem.dv), problem.group, problem.Tk >= WGMMA_DIAGONAL_KEYS * bc
     far = WGMMA_SUMS_GROUP[columns > WGMMA_SLAB] < group <= WGMMA_HEADS_FEW  # else they may come together
     few_keys = problem.Tk <= (WGMMA_SUMS_USUAL - 1) * bc and WGMMA_HEADS_FEW < group and columns > WGMMA_SLAB
-    waves = WGMMA_SUMS_BY_HEAD[2 if few_keys else is_long]
+    fewer = [most for heads, most in WGMMA_SUMS_HEADS[columns > WGMMA_SLAB].items() if group > heads]
+    waves = min([WGMMA_SUMS_BY_HEAD[2 if few_keys else is_long], *fewer])
     few = blocks <= (processors if far and is_long else processors // 2) and blocks * group <= waves * processors
     return few and (blocks * group > processors // 2 or far) and problem.has_band and group > 1 and not is_wide(problem)
 

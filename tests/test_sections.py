@@ -130,6 +130,9 @@ def test_many_columns_have_more_late_blocks_of_keys(least, late, monkeypatch):
     (dict(Hq=64, Hkv=32, T=512, d=64, causal=True), 66), (dict(Hq=96, Hkv=1, T=2048, causal=True), 16),
     (dict(Hq=32, Hkv=8, d=256, causal=True), 4), (dict(Hq=32, Hkv=8, T=4608, d=256, causal=True), 2),
     (dict(Hq=32, Hkv=8, d=256, causal=True, varlen=True), 2),
+    # Of many columns all in up to 2.6 turns, sections alike in up to four
+    (dict(Hq=20, Hkv=4, T=5120, d=256, causal=True), 4), (dict(Hq=24, Hkv=6, T=3072, d=192, dv=128, causal=True), 6),
+    (dict(Hq=48, Hkv=12, T=2048, d=256, causal=True), 6), (dict(Hq=32, Hkv=8, T=3072, d=256, causal=True), 4),
 ])  # fmt: skip
 def test_how_many_heads_a_section_has_in_a_fixed_order(options, in_order):
     """0: as many as :func:`_section` finds."""
@@ -144,7 +147,8 @@ def test_how_many_heads_a_section_has_in_a_fixed_order(options, in_order):
     (dict(Hq=48, T=3072, d=64), (16, 0)), (dict(Hq=28, T=1024, d=64), (28, 0)), (dict(Hq=64, d=64), (13, 0)),
     (dict(Hq=20, T=1024, d=256), (7, 0)), (dict(Hq=4, d=256), (2, 0)), (dict(Hq=16, Hkv=4, T=2048, d=256), (2, 0)),
     (dict(Hq=16, T=1024, d=256), (16, 0)), (dict(Hq=4, causal=True), (4, 0)),
-    (dict(Hq=32, Hkv=16, d=64, causal=True), (8, 16)), (dict(Hq=32, Hkv=16, d=256, causal=True), (4, 32)),
+    (dict(Hq=24, d=64, causal=True), (8, 16)), (dict(Hq=32, Hkv=16, d=256, causal=True), (4, 32)),
+    (dict(Hq=32, Hkv=16, d=64, causal=True), (16, 16)), (dict(Hq=28, T=3072, d=64, causal=True), (28, 13)),
     # Few columns: all heads in more turns, where their sums have 120 MiB (10 heads) and no more (8 heads of more rows)
     (dict(Hq=12, T=12288, d=64, causal=True), (12, 54)), (dict(Hq=10, T=12288, d=64, causal=True), (10, 66)),
     (dict(Hq=8, T=16384, d=64, causal=True), (2, 64)), (dict(Hq=16, T=8192, d=64, causal=True), (16, 32)),

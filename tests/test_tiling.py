@@ -960,10 +960,14 @@ def test_which_calls_have_not(options, d):
 @pytest.mark.parametrize("options, by_head", [
     (dict(Hq=8, Hkv=1), 1), (dict(Hq=8, Hkv=2), 1), (dict(Hq=4, Hkv=2), 1), (dict(Hq=8, Hkv=4), 0),
     (dict(Hq=2, Hkv=1, T=2048), 0), (dict(Hq=32, Hkv=1), 0), (dict(Hq=8, Hkv=1, causal=False), 0),
-    (dict(Hq=16, Hkv=1), 1), (dict(Hq=17, Hkv=1), 0), (dict(Hq=8, Hkv=2, T=8192), 1), (dict(Hq=32, Hkv=2, T=2048), 0),
+    (dict(Hq=17, Hkv=1, d=64), 0), (dict(Hq=8, Hkv=2, T=8192), 1), (dict(Hq=32, Hkv=2, T=2048), 0),
     (dict(Hq=4, Hkv=1, T=1024), 1),
     (dict(Hq=8, Hkv=1, d=256), 0), (dict(Hq=8, Hkv=1, deterministic=False), 0), (dict(Hq=8, Hkv=1, varlen=True), 0),
     (dict(Hq=8, Hkv=1, d=64), 1), (dict(Hq=4), 0),
+    # With more than eight of more than 64 columns, and with more than 16, up to fewer turns
+    (dict(Hq=16, Hkv=1), 0), (dict(Hq=16, Hkv=1, d=64), 1), (dict(Hq=12, Hkv=1), 1), (dict(Hq=12, Hkv=1, T=5120), 0),
+    (dict(Hq=8, Hkv=1, T=8192), 1), (dict(Hq=24, Hkv=1, T=2048), 0), (dict(Hq=24, Hkv=1, T=2048, d=64), 0),
+    (dict(Hq=20, Hkv=1, T=1664), 1), (dict(Hq=24, Hkv=2, T=2048), 1),
 ])  # fmt: skip
 def test_which_query_heads_have_blocks_of_threads_of_their_own(options, by_head):
     """BY_HEAD: those that share few blocks of keys, but have as many as multiprocessors are busy with."""
