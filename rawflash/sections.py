@@ -14,7 +14,8 @@ import numpy as np
 
 from rawflash.problem import Problem
 from rawflash.tiling import (
-    SECTION_WAVES, WGMMA_PROCESSORS, WGMMA_SLAB, Tiles, heads_of_section, is_wide, last_end, rows_down, rows_that_see,
+    SECTION_WAVES, WGMMA_HEADS_FEW, WGMMA_PROCESSORS, WGMMA_SLAB, Tiles, heads_of_section, is_wide, last_end, rows_down,
+    rows_that_see,
 )  # fmt: skip
 
 SECTION_BYTES = 32 << 20  # of L2, for the heads whose keys are taken in turn
@@ -26,27 +27,31 @@ BLOCK_ROWS = 128  # with as many a block of threads would be busy for as long as
 TWO_WAVES = 2.1  # blocks of keys for each multiprocessor that come in two turns, or nearly
 # Where dQ has several sums, by whether d or dv is above WGMMA_SLAB: bytes of these; blocks of keys for each
 # multiprocessor that one section has at most, if it is the only one (under a mask more from so many keys on). Without a
-# mask, and if there are others, so many; up to what part of the least time simpler choices are preferred; how many of
-# 16 blocks of keys are LATE (sm90/backward.cuh): half where a section has up to TWO_WAVES; and for how many rows these
-# wait for each other where they begin.
+# mask so many, or that part of it where query heads share keys, of many columns or of up to so many blocks of keys.
+# Under one, if there are others, so many (of more than 192 columns where query heads share fewer blocks of keys than
+# KEYS_DOWN); up to what part of the least time simpler choices are preferred; how many of 16 blocks of keys are LATE
+# (sm90/backward.cuh): half where a section has up to TWO_WAVES; and for how many rows these wait for each other where
+# they begin.
 SECTION_SUMS, SUMS_LONG = {False: 120 << 20, True: 96 << 20}, 4096
-SUMS_ALONE, SUMS_NO_MASK = {False: (5.2, 9.5), True: (3.5, 6.6)}, 3.5
-SUMS_WAVES, SUMS_GAIN = 3.0, 1.03
+SUMS_ALONE, SUMS_NO_MASK, SUMS_SHARED = {False: (5.2, 9.5), True: (3.5, 6.6)}, 3.5, 12
+SUMS_WAVES, SUMS_GAIN = (3.0, 2.25), 1.03
 LATE, LATE_TURN = (8, 11, 13, 14), 48.0
 # In the only section, of 16; of many columns, from so many blocks of keys for each multiprocessor on, so many. In steps
 # of a block of rows: from the one in which a block of keys adds to dQ to that in which the next one can, and what it
 # costs to begin and to end a block of threads. What part of the time it has to save that another number is late than
 # half, for each of 16 blocks of keys, and that fewer are.
 LATE_ALONE, LATE_WIDE, TURN_STEPS, BLOCK_STEPS, LATE_GAIN = range(4, 15), (3.5, 11), 1.35, 4.5, (0.00125, 0.01)
-# Query heads in turn, where rows go down in a fixed order: so many, but so many blocks of keys for each multiprocessor;
-# of more columns so many, but all up to so many of these, and up to so many sections alike of which each comes in two
-# turns.
-HEADS_DOWN, TURNS_DOWN, TURNS_WIDE = (64, 8), 2, (2.6, 4.0)
+# Query heads in turn, where rows go down in a fixed order: so many, but so many blocks of keys for each multiprocessor
+# (of more columns with fewer blocks of keys of a head than so many), in sections alike. Of more columns all up to so
+# many of these, and up to so many as many as come in two turns.
+HEADS_DOWN, TURNS_DOWN, KEYS_DOWN, TURNS_WIDE = (64, 8), (2.0, 1.75), 48, (2.6, 4.0)
 # In pairs under a mask, all heads, from and up to so many blocks of keys for each multiprocessor; of these, from and up
 # to so many, more than half of them, so that sections are not alike. Where query heads share keys, half of those that
-# come in more than two turns up to so many, all of others up to so many, of more as many as come in two turns.
+# come in more than two turns up to so many, all of others up to so many, of more as many as come in two turns; where
+# fewer than WGMMA_HEADS_FEW share them, five eighths from and up to so many.
 # With fewer blocks of keys than so many, where these are more, those that come in four turns.
 SECTION_PAIRED, SECTION_UNLIKE, SECTION_SHARED, SECTION_FEW_KEYS = (3.0, 6.0), (4.0, 5.2), (3.6, 6.6), 24
+SECTION_FEW_SHARE = (4.0, 4.6)
 # Without a mask, of SECTION_KEYS and more, all up to so many.
 SECTION_NO_MASK = 8.0
 DETERMINISTIC_MORE = 4  # times as many heads in a fixed order that is not the last keys first
@@ -116,35 +121,43 @@ def _section_in_order(problem: Problem, tiles: Tiles, heads: int, key_blocks: in
 
     Heads that come in two turns are one section, as those of a second one would wait for the longest of the first. All
     of packed sequences without a band; where rows go down, as many as keep every multiprocessor busy, or, of many
-    columns, as L2 can hold.
+    columns and keys, as L2 can hold.
     """
     waves, two_turns = heads * key_blocks / WGMMA_PROCESSORS, max(int(TWO_WAVES * WGMMA_PROCESSORS) // key_blocks, 1)
     band, paired = problem.has_band, dict(tiles.constants).get("PAIRED", 0)
     if problem.varlen and not band:
         return heads
     if rows_down(problem) and not tiles.lag:
-        most = max(HEADS_DOWN[is_wide(problem)] // problem.group, 1)
-        if not is_wide(problem):
-            return max(most, TURNS_DOWN * WGMMA_PROCESSORS // key_blocks)
-        if problem.varlen or waves > TURNS_WIDE[1]:
-            return most
-        return heads if waves <= TURNS_WIDE[0] else -(-heads // -(-heads // two_turns))
+        wide = is_wide(problem)
+        most = max(HEADS_DOWN[wide] // problem.group, 1)
+        if not wide or key_blocks < KEYS_DOWN:
+            most = max(most, int(TURNS_DOWN[wide] * WGMMA_PROCESSORS) // key_blocks)
+        if wide and waves <= TURNS_WIDE[1] and not problem.varlen:
+            most = heads if waves <= TURNS_WIDE[0] else two_turns
+        return _alike(heads, most)
     if band and paired and problem.group > 1:
         if TWO_WAVES < waves <= SECTION_SHARED[0]:
             return -(-heads // 2)
+        if SECTION_FEW_SHARE[0] < waves <= SECTION_FEW_SHARE[1] and problem.group < WGMMA_HEADS_FEW:
+            return -(-5 * heads // 8)
         return heads if waves <= SECTION_SHARED[1] else two_turns
     if band:
         few = SECTION_PAIRED[0] < waves <= SECTION_PAIRED[1] and key_blocks >= 2 * SECTION_KEYS
         if paired and few:
             return heads // 2 + 1 if SECTION_UNLIKE[0] < waves <= SECTION_UNLIKE[1] else heads
         many = paired and waves > SECTION_PAIRED[1] and key_blocks < SECTION_FEW_KEYS
-        return -(-heads // -(-heads // (2 * two_turns))) if many else 0
+        return _alike(heads, 2 * two_turns) if many else 0
     if waves <= TWO_WAVES or paired and key_blocks >= SECTION_KEYS and waves <= SECTION_NO_MASK:
         return heads
     if paired or is_wide(problem) or waves > SECTION_WAVES:
         return 0
-    most = two_turns if problem.d <= WGMMA_SLAB else max(WGMMA_PROCESSORS // key_blocks, 1)
-    return -(-heads // -(-heads // most))
+    few = problem.d <= WGMMA_SLAB and problem.group == 1
+    return _alike(heads, two_turns if few else WGMMA_PROCESSORS // key_blocks)
+
+
+def _alike(heads: int, most: int) -> int:
+    """How many of the heads a section has, in as few sections as there are of at most so many."""
+    return -(-heads // -(-heads // max(most, 1)))
 
 
 def _section_of_sums(problem: Problem, tiles: Tiles, heads: int, key_blocks: int, sums: int) -> tuple[int, int]:
@@ -158,20 +171,23 @@ def _section_of_sums(problem: Problem, tiles: Tiles, heads: int, key_blocks: int
     """
     at_once, constants = WGMMA_PROCESSORS / key_blocks, dict(tiles.constants)
     group, residues = 1 if constants.get("BY_HEAD", 0) else problem.group, constants["RESIDUES"]
-    columns, many = -(-problem.d // WGMMA_SLAB) * WGMMA_SLAB, max(problem.d, problem.dv) > WGMMA_SLAB
+    columns, slabs = -(-problem.d // WGMMA_SLAB) * WGMMA_SLAB, -(-max(problem.d, problem.dv) // WGMMA_SLAB)
+    many = slabs > 1
     held = max(SECTION_SUMS[many] // (problem.Tq * group * columns * 4 * sums), 1)
     if problem.has_band and tiles.divided.threads:
         return heads, 0
     if not problem.has_band:
         waves = 1.0 if is_wide(problem) else SUMS_NO_MASK
         waves = TWO_WAVES if residues == 1 and heads <= TWO_WAVES * at_once else waves
-        most = max(min(held, int(at_once * waves)), 1)
-        return -(-heads // -(-heads // most)), 0
+        # L2 holds the rows of as many query heads as run at once
+        shared = problem.group if is_wide(problem) or not many and key_blocks <= SUMS_SHARED else 1
+        return _alike(heads, min(held, int(at_once * waves) // shared)), 0
     if heads <= min(held, at_once * SUMS_ALONE[many][problem.Tk > SUMS_LONG]):
         return heads, _late_alone(problem, tiles, heads, key_blocks, group, residues)
     steps = [rows_that_see(problem, j, tiles.bc) * group + BLOCK_ROWS for j in range(0, problem.Tk, tiles.bc)]
     ends = {}
-    for section in range(1, max(min(held, int(at_once * SUMS_WAVES)), 1) + 1):
+    most = SUMS_WAVES[slabs > 3 and problem.group > 1 and key_blocks < KEYS_DOWN]
+    for section in range(1, max(min(held, int(at_once * most)), 1) + 1):
         for n in LATE if section > TWO_WAVES * at_once else LATE[:1]:
             late = key_blocks * n // 16
             order = steps[late:][::-1] + steps[:late]

@@ -141,12 +141,13 @@ WGMMA_TOGETHER, WGMMA_TOGETHER_ROWS = {0: 4, 1: 8}, 512
 WGMMA_DOWN_ROWS, WGMMA_DOWN_WAVES = 256, 1.6
 # Several sums of dQ in a fixed order: up to so many blocks of keys for each multiprocessor (by the wider of d and dv;
 # whether there is a mask); with at most so many times as many rows as keys, or keys as rows; up to so many bytes of all
-# of them; and under a mask with at most so many query heads of a key head (by whether there are more than 64 columns),
-# or BY_HEAD up to so many blocks for each multiprocessor (by whether a head has as many as below; of more than 64
-# columns with more than WGMMA_HEADS_FEW query heads of a key head and fewer blocks of keys than WGMMA_SUMS_USUAL), with
-# more than so many query heads of a key head at most so many (by whether there are more than 64 columns).
+# of them; of many columns under a mask, where query heads share keys, up to so many blocks; and under a mask with at
+# most so many query heads of a key head (by whether there are more than 64 columns), or BY_HEAD up to so many blocks
+# for each multiprocessor (by whether a head has as many as below; of more than 64 columns with more than
+# WGMMA_HEADS_FEW query heads of a key head and fewer blocks of keys than WGMMA_SUMS_USUAL), with more than so many
+# query heads of a key head at most so many (by whether there are more than 64 columns).
 WGMMA_SUMS: dict[int, tuple[float, float]] = {64: (32.0, 12.0), 128: (4.0, 3.0), 256: (8.0, 12.0)}
-WGMMA_SUMS_UNEVEN, WGMMA_SUMS_BYTES = 8.0, 1 << 30
+WGMMA_SUMS_UNEVEN, WGMMA_SUMS_BYTES, WGMMA_SUMS_WIDE = 8.0, 1 << 30, 40.0
 WGMMA_SUMS_GROUP, WGMMA_SUMS_BY_HEAD = {False: 4, True: 2}, (3.0, 4.0, 1.3)
 WGMMA_SUMS_HEADS = {False: {16: 2.0}, True: {8: 3.2, 16: 2.0}}
 # Short calls, in which turns take less than from one block of keys to the next, or there are sections whose rows L2
@@ -161,6 +162,9 @@ WGMMA_SUMS_SHORT = {64: ((5, 2.1), (23, 8.0)), 128: ((1, 0.0), (11, 1.0)), 256: 
 # Pairs instead, where two query heads share keys, from so many blocks of keys of a head on, and for each
 # multiprocessor.
 WGMMA_SUMS_PAIRS = (24, 2.7)
+# Without a mask, where blocks of keys are divided by the query heads that share them, up to so many bytes; else not
+# divided, if there are so many for each multiprocessor, or one sum.
+WGMMA_SUMS_TOGETHER = (0.3, 46 << 20)
 # Different ones of neighbouring blocks of keys: where there are so many blocks of rows for each of those for each
 # multiprocessor (in cuda/sm90/fa2_backward.cu; fa2_backward_wide.cu); of many columns not where sections of two for
 # each multiprocessor (so many, which the last one may exceed) are more than two and have fewer on average, nor in two
@@ -175,8 +179,9 @@ WGMMA_DIAGONAL, WGMMA_DIAGONAL_KEYS = (0.85, 1.3, 1.5), 32
 WGMMA_DIAGONAL_COST, WGMMA_DIAGONAL_TRIED = (128.0, 192.0, 64.0), 64
 # Of rows that see a block of keys, on average: from so many on two blocks of threads go through them together; in a
 # fixed order wherever they can. Of an odd number of blocks of keys the last one is beside one that does not exist: from
-# so many on (by whether there is a fixed order, and a mask).
-WGMMA_PAIRED_ROWS = 2048
+# so many on (by whether there is a fixed order, and a mask). In a fixed order without a mask, up to so many for each
+# multiprocessor, only if pairs come in as many turns.
+WGMMA_PAIRED_ROWS, WGMMA_PAIRED_ROOM = 2048, 2.1
 WGMMA_PAIRED_ODD = {(False, False): 20, (False, True): 34, (True, False): 9, (True, True): 17}
 # The first one of a causal band stores its dQ, so that no sums are cleared: up to so many rows and keys (by the wider
 # of d and dv), where there are so many heads for each multiprocessor; and from so many rows on others prepare some, in
@@ -586,9 +591,11 @@ def _wgmma_backward(problem: Problem, chip: Chip) -> Tiles:
     singly = WGMMA_SUMS_SINGLY[problem.Tk > (WGMMA_SUMS_USUAL - 1) * fused.bc]
     slow |= dict(alone.constants)["SUMS"] > 1 and (band or not paired or blocks <= singly * processors)
     slow |= rows_down(problem) and blocks < WGMMA_DOWN_WAVES * processors
-    # Of an odd number one more, which there is no room for
+    # Of an odd number one more, which there is no room for, unless the last ones are divided, of many
     padded = problem.B * problem.Hkv * _padded(-(-problem.Tk // fused.bc), 2)
-    slow |= problem.deterministic and bool(paired and not band) and -(-padded // processors) > -(-blocks // processors)
+    no_room = -(-padded // processors) > -(-blocks // processors)
+    no_room &= not fused.divided.threads or blocks <= WGMMA_PAIRED_ROOM * processors
+    slow |= problem.deterministic and bool(paired and not band) and no_room
     slow |= _together(problem, paired) and not (problem.deterministic and paired)
     return alone if few or slow or fused.smem_bytes > chip.on_chip_bytes else fused
 
@@ -610,14 +617,18 @@ def _wgmma_keys(problem: Problem, chip: Chip, d: int, dv: int, lag: int) -> Tile
         and problem.band.lower is None
     )  # fmt: skip
     query_blocks, key_blocks = (_padded(n, 1 + paired) for n in (query_blocks, key_blocks))
-    divided, processors = Divided(), chip.processors or WGMMA_PROCESSORS
+    processors = chip.processors or WGMMA_PROCESSORS
+    divided = Divided() if fused else _divided_by_heads(problem, processors, br, bc)
     has_sums = not (fused and (band or apart)) and _has_sums(problem, processors, bc)
+    held = 2 * _bytes_of_sums(problem) <= WGMMA_SUMS_TOGETHER[1]
+    if has_sums and not (band or held) and divided.threads and problem.group > 1:
+        # The same rows of all heads together, while each block of keys is at others: L2 would not hold them
+        has_sums = problem.B * problem.Hkv * key_blocks >= WGMMA_SUMS_TOGETHER[0] * processors
+        divided = Divided() if has_sums else divided
     by_head = has_sums and _is_by_head(problem, processors, bc)
     of = replace(problem, Hkv=problem.Hq) if by_head else problem  # each query head as if it had keys of its own
     if has_sums and band:
         divided = _levels(of, processors, bc)
-    elif not fused:
-        divided = _divided_by_heads(problem, processors, br, bc)
     down = not (fused or has_sums) and rows_down(problem)
     together = not fused and (divided.threads > 0 or _together(problem) or down or has_sums and band)
     if not (band or together) and (fused or has_sums):
@@ -714,6 +725,8 @@ def _has_sums(problem: Problem, processors: int, bc: int) -> bool:
     # Under a mask other columns than 128 have no pairs
     width = problem.d if band and not is_wide(problem) else columns
     most = next(most for most_columns, most in WGMMA_SUMS.items() if width <= most_columns)[band]
+    if band and is_wide(problem) and problem.group > 1:
+        most = WGMMA_SUMS_WIDE
     few = problem.B * problem.Hkv * blocks <= most * processors and 2 * _bytes_of_sums(problem) <= WGMMA_SUMS_BYTES
     uneven = not 1 / WGMMA_SUMS_UNEVEN <= problem.Tq / problem.Tk <= WGMMA_SUMS_UNEVEN
     if not (problem.deterministic and few) or problem.varlen or uneven:

@@ -932,6 +932,10 @@ def test_rows_and_keys_of_a_band(Tq, Tk, at, size, data):
     (dict(Hq=4, Hkv=2, T=2048, causal=True), (6, 1, 1, 6)), (dict(Hq=8, Hkv=1, causal=True), (2, 1, 0, 1)),
     (dict(Hq=4, Hkv=2, causal=True), (2, 1, 1, 2)), (dict(Hq=10, d=256, causal=True), (2, 1, 0, 1)),
     (dict(Hq=9, T=8192, d=256, causal=True), (4, 2, 0, 1)), (dict(Hq=32, d=64, dv=128, causal=True), (2, 1, 0, 1)),
+    (dict(Hq=72, Hkv=36, T=4608, d=192, dv=128, causal=True), (2, 1, 0, 1)),  # 20 turns, of two query heads
+    (dict(Hq=36, T=4608, d=192, dv=128, causal=True), (1, 1, 0, 1)),
+    (dict(Hq=108, Hkv=36, T=4608, d=192, dv=128, causal=True), (1, 1, 0, 1)),
+    (dict(B=2, Hq=72, Hkv=36, T=5120, d=192, dv=128, causal=True), (1, 1, 0, 1)),
 ])  # fmt: skip
 def test_which_calls_have_several_sums(options, sums):
     """In a fixed order, those of few heads (SUMS in cuda/sm90/backward.cuh)."""
@@ -955,6 +959,30 @@ def test_which_calls_have_not(options, d):
         options = dict(Hq=133)
     tiles = in_order(**options, d=d)
     assert tiles.family == tiling.WGMMA and dict(tiles.constants)["SUMS"] == 1
+
+
+@pytest.mark.parametrize("options, sums, together, divided", [
+    (dict(B=2, Hq=8, T=2048, d=64, dv=128), 2, 1, (0, 32, 4)), (dict(Hq=16, T=5824, d=64), 2, 1, (0, 46, 8)),
+    (dict(Hq=48, Hkv=3, T=2560, d=64, dv=128), 2, 0, (0, 60, 2)), (dict(B=4, Hq=16, T=896), 1, 1, (0, 28, 4)),
+    (dict(B=4, Hq=16, T=2752, d=64, dv=128), 2, 0, (66, 22, 6)),
+])  # fmt: skip
+def test_query_heads_come_together_without_a_mask_as_far_as_l2_holds_their_sums(options, sums, together, divided):
+    """Blocks of keys begin at rows of their own. Where L2 does not hold those of all heads, one comes after the other
+    if there are blocks of keys enough for that; else all begin at the same rows, and add to one sum."""
+    tiles = in_order(**dict(Hkv=1) | options)
+    assert tiles.family == tiling.WGMMA
+    assert [dict(tiles.constants)[name] for name in ("SUMS", "TOGETHER")] == [sums, together]
+    assert tiles.divided[:3] == divided
+
+
+@pytest.mark.parametrize("options, paired", [
+    (dict(B=4, Hq=5, T=4224, d=96), 1), (dict(B=8, Hq=18, T=2944), 1), (dict(Hq=48, T=1408), 1),  # some divided
+    (dict(Hq=24, T=1408), 0), (dict(Hq=72, T=1408), 0),  # in two turns; nothing to divide
+])  # fmt: skip
+def test_an_odd_number_of_blocks_of_keys_has_pairs_if_there_is_room_for_one_more(options, paired):
+    """In a fixed order without a mask."""
+    tiles = in_order(**options)
+    assert tiles.family == tiling.WGMMA and dict(tiles.constants)["PAIRED"] == paired
 
 
 @pytest.mark.parametrize("options, by_head", [
