@@ -141,13 +141,14 @@ WGMMA_TOGETHER, WGMMA_TOGETHER_ROWS = {0: 4, 1: 8}, 512
 WGMMA_DOWN_ROWS, WGMMA_DOWN_WAVES = 256, 1.6
 # Several sums of dQ in a fixed order: up to so many blocks of keys for each multiprocessor (by the wider of d and dv;
 # whether there is a mask); with at most so many times as many rows as keys, or keys as rows; up to so many bytes of all
-# of them; of many columns under a mask, where query heads share keys, up to so many blocks; and under a mask with at
-# most so many query heads of a key head (by whether there are more than 64 columns), or BY_HEAD up to so many blocks
-# for each multiprocessor (by whether a head has as many as below; of more than 64 columns with more than
-# WGMMA_HEADS_FEW query heads of a key head and fewer blocks of keys than WGMMA_SUMS_USUAL), with more than so many
-# query heads of a key head at most so many (by whether there are more than 64 columns).
+# of them; of many columns under a mask, where query heads share so many blocks of keys, up to so many for each
+# multiprocessor; and under one with at most so many query heads of a key head (by whether there are more than 64
+# columns), or BY_HEAD up to so many blocks for each multiprocessor (by whether a head has as many as below; of more
+# than 64 columns with more than WGMMA_HEADS_FEW query heads of a key head and fewer blocks of keys than
+# WGMMA_SUMS_USUAL), with more than so many query heads of a key head at most so many (by whether there are more than 64
+# columns).
 WGMMA_SUMS: dict[int, tuple[float, float]] = {64: (32.0, 12.0), 128: (4.0, 3.0), 256: (8.0, 12.0)}
-WGMMA_SUMS_UNEVEN, WGMMA_SUMS_BYTES, WGMMA_SUMS_WIDE = 8.0, 1 << 30, 40.0
+WGMMA_SUMS_UNEVEN, WGMMA_SUMS_BYTES, WGMMA_SUMS_WIDE = 8.0, 1 << 30, (16, 40.0)
 WGMMA_SUMS_GROUP, WGMMA_SUMS_BY_HEAD = {False: 4, True: 2}, (3.0, 4.0, 1.3)
 WGMMA_SUMS_HEADS = {False: {16: 2.0}, True: {8: 3.2, 16: 2.0}}
 # Short calls, in which turns take less than from one block of keys to the next, or there are sections whose rows L2
@@ -725,8 +726,8 @@ def _has_sums(problem: Problem, processors: int, bc: int) -> bool:
     # Under a mask other columns than 128 have no pairs
     width = problem.d if band and not is_wide(problem) else columns
     most = next(most for most_columns, most in WGMMA_SUMS.items() if width <= most_columns)[band]
-    if band and is_wide(problem) and problem.group > 1:
-        most = WGMMA_SUMS_WIDE
+    if band and is_wide(problem) and problem.group > 1 and blocks >= WGMMA_SUMS_WIDE[0]:
+        most = WGMMA_SUMS_WIDE[1]
     few = problem.B * problem.Hkv * blocks <= most * processors and 2 * _bytes_of_sums(problem) <= WGMMA_SUMS_BYTES
     uneven = not 1 / WGMMA_SUMS_UNEVEN <= problem.Tq / problem.Tk <= WGMMA_SUMS_UNEVEN
     if not (problem.deterministic and few) or problem.varlen or uneven:

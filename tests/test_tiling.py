@@ -934,6 +934,8 @@ def test_rows_and_keys_of_a_band(Tq, Tk, at, size, data):
     (dict(Hq=9, T=8192, d=256, causal=True), (4, 2, 0, 1)), (dict(Hq=32, d=64, dv=128, causal=True), (2, 1, 0, 1)),
     (dict(Hq=72, Hkv=36, T=4608, d=192, dv=128, causal=True), (2, 1, 0, 1)),  # 20 turns, of two query heads
     (dict(Hq=36, T=4608, d=192, dv=128, causal=True), (1, 1, 0, 1)),
+    (dict(B=8, Hq=32, Hkv=16, T=1024, d=256, causal=True), (2, 1, 0, 1)),
+    (dict(B=8, Hq=64, Hkv=32, T=960, d=256, causal=True), (1, 1, 0, 1)),
     (dict(Hq=108, Hkv=36, T=4608, d=192, dv=128, causal=True), (1, 1, 0, 1)),
     (dict(B=2, Hq=72, Hkv=36, T=5120, d=192, dv=128, causal=True), (1, 1, 0, 1)),
 ])  # fmt: skip
