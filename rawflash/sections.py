@@ -25,15 +25,14 @@ SECTION_WIDE = 48 << 20  # the same, in a fixed order, of more columns and more 
 SECTION_MOST, SECTION_KEYS = 64 << 20, 32  # so that fewer multiprocessors are idle; blocks of keys, in any call
 BLOCK_ROWS = 128  # with as many a block of threads would be busy for as long as it takes to begin and to end
 TWO_WAVES = 2.1  # blocks of keys for each multiprocessor that come in two turns, or nearly
-# Where dQ has several sums, by whether d or dv is above WGMMA_SLAB: bytes of these; blocks of keys for each
-# multiprocessor that one section has at most, if it is the only one (under a mask more from so many keys on). Without a
-# mask so many, or that part of it where query heads share keys, of many columns or of up to so many blocks of keys.
-# Under one, if there are others, so many (of more than 192 columns where query heads share fewer blocks of keys than
-# KEYS_DOWN); up to what part of the least time simpler choices are preferred; how many of 16 blocks of keys are LATE
-# (sm90/backward.cuh): half where a section has up to TWO_WAVES; and for how many rows these wait for each other where
-# they begin.
-SECTION_SUMS, SUMS_LONG = {False: 120 << 20, True: 96 << 20}, 4096
-SUMS_ALONE, SUMS_NO_MASK, SUMS_SHARED = {False: (5.2, 9.5), True: (3.5, 6.6)}, 3.5, 12
+# Where dQ has several sums: bytes of these. Blocks of keys for each multiprocessor that one section has at most, if it
+# is the only one, under a mask (up to and above so many keys), and bytes of its sums, by whether d or dv is above
+# WGMMA_SLAB. Without a mask so many blocks. Under one, if there are other sections, so many (of more than 192 columns
+# where query heads share fewer blocks of keys than KEYS_DOWN); up to what part of the least time simpler choices are
+# preferred; how many of 16 blocks of keys are LATE (sm90/backward.cuh): half where a section has up to TWO_WAVES; and
+# for how many rows these wait for each other where they begin.
+SECTION_SUMS, SUMS_LONG, SUMS_NO_MASK = 96 << 20, 4096, 3.5
+SUMS_ALONE = {False: (5.2, 9.5, 120 << 20), True: (3.5, 6.6, 96 << 20)}
 SUMS_WAVES, SUMS_GAIN = (3.0, 2.25), 1.03
 LATE, LATE_TURN = (8, 11, 13, 14), 48.0
 # In the only section, of 16; of many columns, from so many blocks of keys for each multiprocessor on, so many. In steps
@@ -52,8 +51,9 @@ HEADS_DOWN, TURNS_DOWN, KEYS_DOWN, TURNS_WIDE = (64, 8), (2.0, 1.75), 48, (2.6, 
 # With fewer blocks of keys than so many, where these are more, those that come in four turns.
 SECTION_PAIRED, SECTION_UNLIKE, SECTION_SHARED, SECTION_FEW_KEYS = (3.0, 6.0), (4.0, 5.2), (3.6, 6.6), 24
 SECTION_FEW_SHARE = (4.0, 4.6)
-# Without a mask, of SECTION_KEYS and more, all up to so many.
-SECTION_NO_MASK = 8.0
+# Without a mask, of SECTION_KEYS and more, all up to so many. Up to so many blocks of keys of a head (of many columns
+# any), where query heads share these, sections have fewer heads: L2 holds the rows of all of them.
+SECTION_NO_MASK, SHARED_KEYS = 8.0, 12
 DETERMINISTIC_MORE = 4  # times as many heads in a fixed order that is not the last keys first
 
 
@@ -130,11 +130,11 @@ def _section_in_order(problem: Problem, tiles: Tiles, heads: int, key_blocks: in
     if rows_down(problem) and not tiles.lag:
         wide = is_wide(problem)
         most = max(HEADS_DOWN[wide] // problem.group, 1)
-        if not wide or key_blocks < KEYS_DOWN:
+        if not wide or key_blocks < KEYS_DOWN and not problem.varlen:
             most = max(most, int(TURNS_DOWN[wide] * WGMMA_PROCESSORS) // key_blocks)
         if wide and waves <= TURNS_WIDE[1] and not problem.varlen:
             most = heads if waves <= TURNS_WIDE[0] else two_turns
-        return _alike(heads, most)
+        return most if problem.varlen else _alike(heads, most)
     if band and paired and problem.group > 1:
         if TWO_WAVES < waves <= SECTION_SHARED[0]:
             return -(-heads // 2)
@@ -151,8 +151,8 @@ def _section_in_order(problem: Problem, tiles: Tiles, heads: int, key_blocks: in
         return heads
     if paired or is_wide(problem) or waves > SECTION_WAVES:
         return 0
-    few = problem.d <= WGMMA_SLAB and problem.group == 1
-    return _alike(heads, two_turns if few else WGMMA_PROCESSORS // key_blocks)
+    many = problem.d <= WGMMA_SLAB and (problem.group == 1 or key_blocks > SHARED_KEYS)
+    return _alike(heads, two_turns if many else WGMMA_PROCESSORS // key_blocks)
 
 
 def _alike(heads: int, most: int) -> int:
@@ -164,7 +164,8 @@ def _section_of_sums(problem: Problem, tiles: Tiles, heads: int, key_blocks: int
     """The same where dQ has several sums, and how many blocks of keys of a head are LATE (sm90/backward.cuh).
 
     All heads, if L2 can hold their sums and blocks of keys are few, or if these are divided under a mask; else without
-    a mask as many as that (of many columns as run at once, or twice as many if these are all). Under a mask so many
+    a mask as many as that (of many columns as run at once, or twice as many if these are all; of these, and of few
+    blocks of keys, fewer where query heads share them). Under a mask so many
     that few multiprocessors are idle in the end, if possible in two turns: half of the blocks of keys are late, so that
     a long one begins when a short one has ended, or more, where they come in more turns. If all heads are in one
     section, as many are late as take least time, turn by turn.
@@ -173,21 +174,23 @@ def _section_of_sums(problem: Problem, tiles: Tiles, heads: int, key_blocks: int
     group, residues = 1 if constants.get("BY_HEAD", 0) else problem.group, constants["RESIDUES"]
     columns, slabs = -(-problem.d // WGMMA_SLAB) * WGMMA_SLAB, -(-max(problem.d, problem.dv) // WGMMA_SLAB)
     many = slabs > 1
-    held = max(SECTION_SUMS[many] // (problem.Tq * group * columns * 4 * sums), 1)
+    of_head = problem.Tq * group * columns * 4 * sums
+    held = max(SECTION_SUMS // of_head, 1)
     if problem.has_band and tiles.divided.threads:
         return heads, 0
     if not problem.has_band:
         waves = 1.0 if is_wide(problem) else SUMS_NO_MASK
         waves = TWO_WAVES if residues == 1 and heads <= TWO_WAVES * at_once else waves
-        # L2 holds the rows of as many query heads as run at once
-        shared = problem.group if is_wide(problem) or not many and key_blocks <= SUMS_SHARED else 1
-        return _alike(heads, min(held, int(at_once * waves) // shared)), 0
-    if heads <= min(held, at_once * SUMS_ALONE[many][problem.Tk > SUMS_LONG]):
+        shared = is_wide(problem) or not many and key_blocks <= SHARED_KEYS
+        most = int(at_once * waves) // (problem.group if shared and heads > at_once else 1)
+        return _alike(heads, min(held, most)), 0
+    *turns, nbytes = SUMS_ALONE[many]
+    if heads <= min(max(nbytes // of_head, 1), at_once * turns[problem.Tk > SUMS_LONG]):
         return heads, _late_alone(problem, tiles, heads, key_blocks, group, residues)
     steps = [rows_that_see(problem, j, tiles.bc) * group + BLOCK_ROWS for j in range(0, problem.Tk, tiles.bc)]
     ends = {}
-    most = SUMS_WAVES[slabs > 3 and problem.group > 1 and key_blocks < KEYS_DOWN]
-    for section in range(1, max(min(held, int(at_once * most)), 1) + 1):
+    waves = SUMS_WAVES[slabs > 3 and problem.group > 1 and key_blocks < KEYS_DOWN]
+    for section in range(1, max(min(held, int(at_once * waves)), 1) + 1):
         for n in LATE if section > TWO_WAVES * at_once else LATE[:1]:
             late = key_blocks * n // 16
             order = steps[late:][::-1] + steps[:late]

@@ -141,14 +141,13 @@ WGMMA_TOGETHER, WGMMA_TOGETHER_ROWS = {0: 4, 1: 8}, 512
 WGMMA_DOWN_ROWS, WGMMA_DOWN_WAVES = 256, 1.6
 # Several sums of dQ in a fixed order: up to so many blocks of keys for each multiprocessor (by the wider of d and dv;
 # whether there is a mask); with at most so many times as many rows as keys, or keys as rows; up to so many bytes of all
-# of them; of many columns under a mask, where query heads share so many blocks of keys, up to so many for each
-# multiprocessor; and under one with at most so many query heads of a key head (by whether there are more than 64
-# columns), or BY_HEAD up to so many blocks for each multiprocessor (by whether a head has as many as below; of more
-# than 64 columns with more than WGMMA_HEADS_FEW query heads of a key head and fewer blocks of keys than
-# WGMMA_SUMS_USUAL), with more than so many query heads of a key head at most so many (by whether there are more than 64
-# columns).
+# of them (of many columns under a mask only these count where query heads share so many blocks of keys); and under a
+# mask with at most so many query heads of a key head (by whether there are more than 64 columns), or BY_HEAD up to so
+# many blocks for each multiprocessor (by whether a head has as many as below; of more than 64 columns with more than
+# WGMMA_HEADS_FEW query heads of a key head and fewer blocks of keys than WGMMA_SUMS_USUAL), with more than so many
+# query heads of a key head at most so many (by whether there are more than 64 columns).
 WGMMA_SUMS: dict[int, tuple[float, float]] = {64: (32.0, 12.0), 128: (4.0, 3.0), 256: (8.0, 12.0)}
-WGMMA_SUMS_UNEVEN, WGMMA_SUMS_BYTES, WGMMA_SUMS_WIDE = 8.0, 1 << 30, (16, 40.0)
+WGMMA_SUMS_UNEVEN, WGMMA_SUMS_BYTES, WGMMA_SUMS_WIDE = 8.0, 1 << 30, 16
 WGMMA_SUMS_GROUP, WGMMA_SUMS_BY_HEAD = {False: 4, True: 2}, (3.0, 4.0, 1.3)
 WGMMA_SUMS_HEADS = {False: {16: 2.0}, True: {8: 3.2, 16: 2.0}}
 # Short calls, in which turns take less than from one block of keys to the next, or there are sections whose rows L2
@@ -163,8 +162,9 @@ WGMMA_SUMS_SHORT = {64: ((5, 2.1), (23, 8.0)), 128: ((1, 0.0), (11, 1.0)), 256: 
 # Pairs instead, where two query heads share keys, from so many blocks of keys of a head on, and for each
 # multiprocessor.
 WGMMA_SUMS_PAIRS = (24, 2.7)
-# Without a mask, where blocks of keys are divided by the query heads that share them, up to so many bytes; else not
-# divided, if there are so many for each multiprocessor, or one sum.
+# Without a mask, where blocks of keys are divided by the query heads that share them, up to so many bytes. Of more, if
+# there are so many for each multiprocessor, they are divided by rows instead, if any; else there is one sum, or pairs
+# with two, of a head with as many blocks of keys as WGMMA_SUMS_USUAL.
 WGMMA_SUMS_TOGETHER = (0.3, 46 << 20)
 # Different ones of neighbouring blocks of keys: where there are so many blocks of rows for each of those for each
 # multiprocessor (in cuda/sm90/fa2_backward.cu; fa2_backward_wide.cu); of many columns not where sections of two for
@@ -589,9 +589,11 @@ def _wgmma_backward(problem: Problem, chip: Chip) -> Tiles:
     # In a fixed order it takes longer from one turn to the next than a step of 64 rows, unless in pairs; where rows can
     # go down it does not
     slow = problem.deterministic and fused.br < WGMMA_BACKWARD_APART and not paired
-    singly = WGMMA_SUMS_SINGLY[problem.Tk > (WGMMA_SUMS_USUAL - 1) * fused.bc]
+    is_short = problem.Tk <= (WGMMA_SUMS_USUAL - 1) * fused.bc
+    singly = WGMMA_SUMS_SINGLY[not is_short]
     slow |= dict(alone.constants)["SUMS"] > 1 and (band or not paired or blocks <= singly * processors)
     slow |= rows_down(problem) and blocks < WGMMA_DOWN_WAVES * processors
+    slow |= is_short and _has_sums(problem, processors, fused.bc) and _are_apart(problem, alone.divided)
     # Of an odd number one more, which there is no room for, unless the last ones are divided, of many
     padded = problem.B * problem.Hkv * _padded(-(-problem.Tk // fused.bc), 2)
     no_room = -(-padded // processors) > -(-blocks // processors)
@@ -621,9 +623,7 @@ def _wgmma_keys(problem: Problem, chip: Chip, d: int, dv: int, lag: int) -> Tile
     processors = chip.processors or WGMMA_PROCESSORS
     divided = Divided() if fused else _divided_by_heads(problem, processors, br, bc)
     has_sums = not (fused and (band or apart)) and _has_sums(problem, processors, bc)
-    held = 2 * _bytes_of_sums(problem) <= WGMMA_SUMS_TOGETHER[1]
-    if has_sums and not (band or held) and divided.threads and problem.group > 1:
-        # The same rows of all heads together, while each block of keys is at others: L2 would not hold them
+    if has_sums and _are_apart(problem, divided):
         has_sums = problem.B * problem.Hkv * key_blocks >= WGMMA_SUMS_TOGETHER[0] * processors
         divided = Divided() if has_sums else divided
     by_head = has_sums and _is_by_head(problem, processors, bc)
@@ -726,8 +726,8 @@ def _has_sums(problem: Problem, processors: int, bc: int) -> bool:
     # Under a mask other columns than 128 have no pairs
     width = problem.d if band and not is_wide(problem) else columns
     most = next(most for most_columns, most in WGMMA_SUMS.items() if width <= most_columns)[band]
-    if band and is_wide(problem) and problem.group > 1 and blocks >= WGMMA_SUMS_WIDE[0]:
-        most = WGMMA_SUMS_WIDE[1]
+    if band and is_wide(problem) and problem.group > 1 and blocks >= WGMMA_SUMS_WIDE:
+        most = math.inf
     few = problem.B * problem.Hkv * blocks <= most * processors and 2 * _bytes_of_sums(problem) <= WGMMA_SUMS_BYTES
     uneven = not 1 / WGMMA_SUMS_UNEVEN <= problem.Tq / problem.Tk <= WGMMA_SUMS_UNEVEN
     if not (problem.deterministic and few) or problem.varlen or uneven:
@@ -763,6 +763,13 @@ def _is_by_head(problem: Problem, processors: int, bc: int) -> bool:
     waves = min([WGMMA_SUMS_BY_HEAD[2 if few_keys else is_long], *fewer])
     few = blocks <= (processors if far and is_long else processors // 2) and blocks * group <= waves * processors
     return few and (blocks * group > processors // 2 or far) and problem.has_band and group > 1 and not is_wide(problem)
+
+
+def _are_apart(problem: Problem, divided: Divided) -> bool:
+    """Where blocks of keys are divided by query heads, whose rows come together: do those of several sums, each of
+    which begins at rows of its own, have more of them between them than L2 holds?"""
+    by_heads = divided.threads > 0 and problem.group > 1 and not problem.has_band
+    return by_heads and 2 * _bytes_of_sums(problem) > WGMMA_SUMS_TOGETHER[1]
 
 
 def _is_one_head(problem: Problem, has_sums: bool) -> bool:

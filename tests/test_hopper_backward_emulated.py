@@ -639,6 +639,8 @@ BY_HEADS = {
     "as many as counters": dict(B=1, Hq=fa2_backward.COUNTERS // 2, Tq=40, Tk=200, d=64),
     "deterministic": dict(B=1, Hq=4, Hkv=1, Tq=300, Tk=300, d=64, causal=True, deterministic=True),
     "deterministic, d = 128": dict(B=1, Hq=3, Hkv=1, Tq=200, Tk=300, d=128, deterministic=True),
+    "deterministic, groups": dict(B=2, Hq=5, Hkv=1, Tq=300, Tk=280, d=64, deterministic=True),
+    "deterministic, groups, d < dv": dict(B=1, Hq=8, Hkv=2, Tq=190, Tk=300, d=64, dv=128, deterministic=True),
     "deterministic, rows": dict(B=2, Hq=1, Tq=400, Tk=300, d=128, window=(150, 0), deterministic=True),
     "deterministic, packed": dict(
         Hq=4, Hkv=2, Tq=300, Tk=350, d=128, cu=([3, 120, 120, 290], [2, 150, 170, 330]), causal=True,
@@ -887,7 +889,8 @@ def test_a_schedule_is_found_once(device_by_name, monkeypatch, taken):
     (dict(B=8, Hq=32, Hkv=8, T=2048, deterministic=True), 17), (dict(Hq=32, Hkv=8, T=2048, deterministic=True), 8),
     (dict(B=8, Hq=32, Hkv=2, T=2048, d=64, deterministic=True), 16),
     (dict(Hq=96, Hkv=1, T=2048, deterministic=True), 1),
-    (dict(B=8, Hq=16, Hkv=8, T=2048, d=256, deterministic=True), 4),
+    (dict(B=8, Hq=32, Hkv=8, T=2048, d=256, deterministic=True), 7),
+    (dict(B=4, Hq=32, Hkv=8, T=4096, d=256, deterministic=True), 2),
     (dict(Hq=32, Hkv=8, T=2048, d=256, deterministic=True), 8),
     (dict(Hq=10, T=8192, deterministic=True), 6), (dict(Hq=16, T=8192, deterministic=True), 4),
     (dict(Hq=12, T=8192, deterministic=True), 12), (dict(Hq=5, T=16384, deterministic=True), 3),

@@ -24,8 +24,9 @@ def planned(**options):
 
 
 def of_call(problem, tiles):
-    """Heads in turn, and blocks of keys of each."""
-    return fa2_backward._heads_in_turn(problem, tiles), -(-problem.Tk // tiles.bc)
+    """Heads in turn, and blocks of keys of each; as the kernels are launched."""
+    together = 1 + dict(tiles.constants).get("PAIRED", 0)
+    return fa2_backward._heads_in_turn(problem, tiles), -(-problem.Tk // (tiles.bc * together)) * together
 
 
 def simulated(lengths, heads, late, group, residues, processors):
@@ -115,6 +116,7 @@ def test_many_columns_have_more_late_blocks_of_keys(least, late, monkeypatch):
     (dict(B=4, Hq=32, Hkv=8, T=6144, causal=True), 5),
     # Where two or three share them, five eighths for a while
     (dict(Hq=16, Hkv=8, T=8576, causal=True), 5), (dict(B=2, Hq=12, Hkv=4, T=8704, causal=True), 5),
+    (dict(Hq=16, Hkv=8, T=8192, causal=True), 8), (dict(Hq=16, Hkv=8, T=9472, causal=True), 5),
     (dict(Hq=16, Hkv=8, T=10240, causal=True), 8), (dict(B=2, Hq=32, Hkv=8, T=4608, causal=True), 16),
     # Where they do not: all, more than half, all; of few blocks of keys those in four turns; else by when they end
     (dict(Hq=7, T=8192, causal=True), 7), (dict(Hq=10, T=8192, causal=True), 6), (dict(Hq=12, T=8192, causal=True), 12),
@@ -128,6 +130,7 @@ def test_many_columns_have_more_late_blocks_of_keys(least, late, monkeypatch):
     (dict(Hq=400, T=448, d=256), 0), (dict(Hq=40, Tq=120, T=1024, d=256), 0),
     (dict(B=4, Hq=16, T=2048, varlen=True), 16), (dict(B=4, Hq=40, T=2048, varlen=True), 40),
     (dict(B=8, Hq=105, Hkv=15, T=768, d=64, dv=128), 20), (dict(B=8, Hq=15, T=768, d=64, dv=128), 40),
+    (dict(B=3, Hq=105, Hkv=15, T=1664, d=64, dv=128), 15),
     # Rows go down, in sections alike
     (dict(B=8, Hq=28, Hkv=7, T=1280, d=96, causal=True), 19), (dict(Hq=80, Hkv=5, T=7872, d=64, causal=True), 3),
     (dict(B=8, Hq=32, Hkv=8, T=1024, causal=True), 32), (dict(B=8, Hq=32, Hkv=2, T=2048, d=64, causal=True), 16),
@@ -137,6 +140,10 @@ def test_many_columns_have_more_late_blocks_of_keys(least, late, monkeypatch):
     (dict(Hq=32, Hkv=8, d=256, causal=True, varlen=True), 2),
     # Of many columns all in up to 2.6 turns, sections alike in up to four
     (dict(B=4, Hq=24, Hkv=8, T=1536, d=256, causal=True), 8), (dict(B=8, Hq=24, Hkv=8, T=3072, d=256, causal=True), 2),
+    (dict(B=4, Hq=32, Hkv=8, T=2048, d=256, causal=True), 7), (dict(B=8, Hq=24, Hkv=8, T=2944, d=256, causal=True), 5),
+    # Not so where sequences are packed, whose blocks of keys are in one line
+    (dict(Hq=128, Hkv=16, T=2176, d=64, causal=True, varlen=True), 15),
+    (dict(Hq=80, Hkv=16, T=832, d=256, causal=True, varlen=True), 1),
     (dict(Hq=20, Hkv=4, T=5120, d=256, causal=True), 4), (dict(Hq=24, Hkv=6, T=3072, d=192, dv=128, causal=True), 6),
     (dict(Hq=48, Hkv=12, T=2048, d=256, causal=True), 6), (dict(Hq=32, Hkv=8, T=3072, d=256, causal=True), 4),
 ])  # fmt: skip
@@ -151,18 +158,20 @@ def test_how_many_heads_a_section_has_in_a_fixed_order(options, in_order):
 
 @pytest.mark.parametrize("options, found", [
     (dict(Hq=48, T=3072, d=64), (16, 0)), (dict(Hq=28, T=1024, d=64), (28, 0)), (dict(Hq=64, d=64), (13, 0)),
-    (dict(Hq=20, T=1024, d=256), (7, 0)), (dict(Hq=4, d=256), (2, 0)), (dict(Hq=16, Hkv=4, T=2048, d=256), (1, 0)),
+    (dict(Hq=20, T=1024, d=256), (7, 0)), (dict(Hq=4, d=256), (2, 0)), (dict(Hq=16, Hkv=4, T=2048, d=256), (2, 0)),
     (dict(Hq=16, T=1024, d=256), (16, 0)), (dict(Hq=4, causal=True), (4, 0)),
     (dict(Hq=24, d=64, causal=True), (8, 16)), (dict(Hq=32, Hkv=16, d=256, causal=True), (4, 32)),
     (dict(Hq=32, Hkv=16, d=64, causal=True), (16, 16)), (dict(Hq=28, T=3072, d=64, causal=True), (28, 13)),
     # Without a mask fewer heads where more query heads share one's keys, of many columns, or of few blocks of keys
     (dict(B=2, Hq=120, Hkv=15, T=704, d=256), (1, 0)), (dict(B=2, Hq=30, T=704, d=256), (12, 0)),
-    (dict(B=4, Hq=32, Hkv=8, T=1408, d=64), (8, 0)), (dict(B=2, Hq=24, Hkv=6, T=2048, d=64), (12, 0)),
+    (dict(B=4, Hq=32, Hkv=8, T=1408, d=64), (8, 0)), (dict(B=4, Hq=32, Hkv=8, T=1664, d=64), (16, 0)),
+    (dict(B=2, Hq=24, Hkv=6, T=2048, d=64), (12, 0)),
     # Two that share keys, up to 40 turns; of 256 columns and few keys in sections of at most 2.25 turns
     (dict(B=8, Hq=16, Hkv=8, T=2432, d=256, causal=True), (6, 19)),
     (dict(B=8, Hq=16, Hkv=8, T=2432, d=192, dv=128, causal=True), (8, 19)),
     (dict(Hq=72, Hkv=36, T=4608, d=192, dv=128, causal=True), (4, 36)),
     # Few columns: all heads in more turns, where their sums have 120 MiB (10 heads) and no more (8 heads of more rows)
+    (dict(Hq=13, T=12288, d=64, causal=True), (13, 48)), (dict(Hq=14, T=12288, d=64, causal=True), (3, 48)),
     (dict(Hq=12, T=12288, d=64, causal=True), (12, 54)), (dict(Hq=10, T=12288, d=64, causal=True), (10, 66)),
     (dict(Hq=8, T=16384, d=64, causal=True), (2, 64)), (dict(Hq=16, T=8192, d=64, causal=True), (16, 32)),
     (dict(Hq=16, T=8192, d=64, dv=128, causal=True), (4, 32)), (dict(Hq=9, T=3072, d=256, causal=True), (5, 24)),

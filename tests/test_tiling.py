@@ -937,7 +937,8 @@ def test_rows_and_keys_of_a_band(Tq, Tk, at, size, data):
     (dict(B=8, Hq=32, Hkv=16, T=1024, d=256, causal=True), (2, 1, 0, 1)),
     (dict(B=8, Hq=64, Hkv=32, T=960, d=256, causal=True), (1, 1, 0, 1)),
     (dict(Hq=108, Hkv=36, T=4608, d=192, dv=128, causal=True), (1, 1, 0, 1)),
-    (dict(B=2, Hq=72, Hkv=36, T=5120, d=192, dv=128, causal=True), (1, 1, 0, 1)),
+    (dict(B=2, Hq=64, Hkv=32, T=5376, d=192, dv=128, causal=True), (2, 1, 0, 1)),  # 41 turns, of 1 GiB less 1 %
+    (dict(B=2, Hq=64, Hkv=32, T=5504, d=192, dv=128, causal=True), (1, 1, 0, 1)),
 ])  # fmt: skip
 def test_which_calls_have_several_sums(options, sums):
     """In a fixed order, those of few heads (SUMS in cuda/sm90/backward.cuh)."""
@@ -967,6 +968,10 @@ def test_which_calls_have_not(options, d):
     (dict(B=2, Hq=8, T=2048, d=64, dv=128), 2, 1, (0, 32, 4)), (dict(Hq=16, T=5824, d=64), 2, 1, (0, 46, 8)),
     (dict(Hq=48, Hkv=3, T=2560, d=64, dv=128), 2, 0, (0, 60, 2)), (dict(B=4, Hq=16, T=896), 1, 1, (0, 28, 4)),
     (dict(B=4, Hq=16, T=2752, d=64, dv=128), 2, 0, (66, 22, 6)),
+    (dict(Hq=45, Hkv=3, T=1920, d=64, dv=128), 2, 0, (0, 45, 2)),
+    (dict(B=2, Hq=16, T=1920, d=64, dv=128), 1, 1, (0, 30, 4)),
+    (dict(B=4, Hq=16, T=768), 1, 1, (0, 24, 4)),  # too short for pairs of so few
+    (dict(Hq=16, T=3008), 2, 0, (0, 24, 5)),
 ])  # fmt: skip
 def test_query_heads_come_together_without_a_mask_as_far_as_l2_holds_their_sums(options, sums, together, divided):
     """Blocks of keys begin at rows of their own. Where L2 does not hold those of all heads, one comes after the other
@@ -979,6 +984,7 @@ def test_query_heads_come_together_without_a_mask_as_far_as_l2_holds_their_sums(
 
 @pytest.mark.parametrize("options, paired", [
     (dict(B=4, Hq=5, T=4224, d=96), 1), (dict(B=8, Hq=18, T=2944), 1), (dict(Hq=48, T=1408), 1),  # some divided
+    (dict(Hq=36, T=1408), 1),
     (dict(Hq=24, T=1408), 0), (dict(Hq=72, T=1408), 0),  # in two turns; nothing to divide
 ])  # fmt: skip
 def test_an_odd_number_of_blocks_of_keys_has_pairs_if_there_is_room_for_one_more(options, paired):
@@ -997,7 +1003,8 @@ def test_an_odd_number_of_blocks_of_keys_has_pairs_if_there_is_room_for_one_more
     # With more than eight of more than 64 columns, and with more than 16, up to fewer turns
     (dict(Hq=16, Hkv=1), 0), (dict(Hq=16, Hkv=1, d=64), 1), (dict(Hq=12, Hkv=1), 1), (dict(Hq=12, Hkv=1, T=5120), 0),
     (dict(Hq=8, Hkv=1, T=8192), 1), (dict(Hq=24, Hkv=1, T=2048), 0), (dict(Hq=24, Hkv=1, T=2048, d=64), 0),
-    (dict(Hq=20, Hkv=1, T=1664), 1), (dict(Hq=24, Hkv=2, T=2048), 1),
+    (dict(Hq=20, Hkv=1, T=1664), 1), (dict(Hq=24, Hkv=2, T=2048), 1), (dict(Hq=10, Hkv=1, T=5120), 1),
+    (dict(Hq=11, Hkv=1, T=5120), 0), (dict(Hq=20, Hkv=1, T=2048), 0), (dict(Hq=20, Hkv=1, T=2048, d=64), 0),
 ])  # fmt: skip
 def test_which_query_heads_have_blocks_of_threads_of_their_own(options, by_head):
     """BY_HEAD: those that share few blocks of keys, but have as many as multiprocessors are busy with."""
