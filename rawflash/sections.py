@@ -165,10 +165,10 @@ def _section_of_sums(problem: Problem, tiles: Tiles, heads: int, key_blocks: int
 
     All heads, if L2 can hold their sums and blocks of keys are few, or if these are divided under a mask; else without
     a mask as many as that (of many columns as run at once, or twice as many if these are all; of these, and of few
-    blocks of keys, fewer where query heads share them). Under a mask so many
-    that few multiprocessors are idle in the end, if possible in two turns: half of the blocks of keys are late, so that
-    a long one begins when a short one has ended, or more, where they come in more turns. If all heads are in one
-    section, as many are late as take least time, turn by turn.
+    blocks of keys, fewer where query heads share them). Under a mask so many that few multiprocessors are idle in the
+    end, if possible in two turns: half of the blocks of keys are late, so that a long one begins when a short one has
+    ended, or more, where they come in more turns. If all heads are in one section, as many are late as take least time,
+    turn by turn.
     """
     at_once, constants = WGMMA_PROCESSORS / key_blocks, dict(tiles.constants)
     group, residues = 1 if constants.get("BY_HEAD", 0) else problem.group, constants["RESIDUES"]
