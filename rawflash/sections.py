@@ -145,14 +145,14 @@ def _section_in_order(problem: Problem, tiles: Tiles, heads: int, key_blocks: in
         few = SECTION_PAIRED[0] < waves <= SECTION_PAIRED[1] and key_blocks >= 2 * SECTION_KEYS
         if paired and few:
             return heads // 2 + 1 if SECTION_UNLIKE[0] < waves <= SECTION_UNLIKE[1] else heads
-        many = paired and waves > SECTION_PAIRED[1] and key_blocks < SECTION_FEW_KEYS
-        return _alike(heads, 2 * two_turns) if many else 0
+        in_four = paired and waves > SECTION_PAIRED[1] and key_blocks < SECTION_FEW_KEYS
+        return _alike(heads, 2 * two_turns) if in_four else 0
     if waves <= TWO_WAVES or paired and key_blocks >= SECTION_KEYS and waves <= SECTION_NO_MASK:
         return heads
     if paired or is_wide(problem) or waves > SECTION_WAVES:
         return 0
-    many = problem.d <= WGMMA_SLAB and (problem.group == 1 or key_blocks > SHARED_KEYS)
-    return _alike(heads, two_turns if many else WGMMA_PROCESSORS // key_blocks)
+    in_two = problem.d <= WGMMA_SLAB and (problem.group == 1 or key_blocks > SHARED_KEYS)
+    return _alike(heads, two_turns if in_two else WGMMA_PROCESSORS // key_blocks)
 
 
 def _alike(heads: int, most: int) -> int:

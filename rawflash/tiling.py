@@ -589,11 +589,11 @@ def _wgmma_backward(problem: Problem, chip: Chip) -> Tiles:
     # In a fixed order it takes longer from one turn to the next than a step of 64 rows, unless in pairs; where rows can
     # go down it does not
     slow = problem.deterministic and fused.br < WGMMA_BACKWARD_APART and not paired
-    is_short = problem.Tk <= (WGMMA_SUMS_USUAL - 1) * fused.bc
-    singly = WGMMA_SUMS_SINGLY[not is_short]
+    few_keys = _has_few_keys(problem, fused.bc)
+    singly = WGMMA_SUMS_SINGLY[not few_keys]
     slow |= dict(alone.constants)["SUMS"] > 1 and (band or not paired or blocks <= singly * processors)
     slow |= rows_down(problem) and blocks < WGMMA_DOWN_WAVES * processors
-    slow |= is_short and _has_sums(problem, processors, fused.bc) and _are_apart(problem, alone.divided)
+    slow |= few_keys and _has_sums(problem, processors, fused.bc) and _are_apart(problem, alone.divided)
     # Of an odd number one more, which there is no room for, unless the last ones are divided, of many
     padded = problem.B * problem.Hkv * _padded(-(-problem.Tk // fused.bc), 2)
     no_room = -(-padded // processors) > -(-blocks // processors)
@@ -726,7 +726,7 @@ def _has_sums(problem: Problem, processors: int, bc: int) -> bool:
     # Under a mask other columns than 128 have no pairs
     width = problem.d if band and not is_wide(problem) else columns
     most = next(most for most_columns, most in WGMMA_SUMS.items() if width <= most_columns)[band]
-    if band and is_wide(problem) and problem.group > 1 and blocks >= WGMMA_SUMS_WIDE:
+    if most > 0 and band and is_wide(problem) and problem.group > 1 and blocks >= WGMMA_SUMS_WIDE:
         most = math.inf
     few = problem.B * problem.Hkv * blocks <= most * processors and 2 * _bytes_of_sums(problem) <= WGMMA_SUMS_BYTES
     uneven = not 1 / WGMMA_SUMS_UNEVEN <= problem.Tq / problem.Tk <= WGMMA_SUMS_UNEVEN
@@ -758,11 +758,16 @@ def _is_by_head(problem: Problem, processors: int, bc: int) -> bool:
     blocks = problem.B * problem.Hkv * -(-problem.Tk // bc)
     columns, group, is_long = max(problem.d, problem.dv), problem.group, problem.Tk >= WGMMA_DIAGONAL_KEYS * bc
     far = WGMMA_SUMS_GROUP[columns > WGMMA_SLAB] < group <= WGMMA_HEADS_FEW  # else they may come together
-    few_keys = problem.Tk <= (WGMMA_SUMS_USUAL - 1) * bc and WGMMA_HEADS_FEW < group and columns > WGMMA_SLAB
+    few_keys = _has_few_keys(problem, bc) and WGMMA_HEADS_FEW < group and columns > WGMMA_SLAB
     fewer = [most for heads, most in WGMMA_SUMS_HEADS[columns > WGMMA_SLAB].items() if group > heads]
     waves = min([WGMMA_SUMS_BY_HEAD[2 if few_keys else is_long], *fewer])
     few = blocks <= (processors if far and is_long else processors // 2) and blocks * group <= waves * processors
     return few and (blocks * group > processors // 2 or far) and problem.has_band and group > 1 and not is_wide(problem)
+
+
+def _has_few_keys(problem: Problem, bc: int) -> bool:
+    """Has a head fewer blocks of keys than WGMMA_SUMS_USUAL?"""
+    return -(-problem.Tk // bc) < WGMMA_SUMS_USUAL
 
 
 def _are_apart(problem: Problem, divided: Divided) -> bool:

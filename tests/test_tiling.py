@@ -993,6 +993,15 @@ def test_an_odd_number_of_blocks_of_keys_has_pairs_if_there_is_room_for_one_more
     assert tiles.family == tiling.WGMMA and dict(tiles.constants)["PAIRED"] == paired
 
 
+@pytest.mark.parametrize("options", [
+    dict(Hq=72, Hkv=36, T=4608, d=192, dv=128, causal=True), dict(Hq=8, causal=True), dict(Hq=2, d=256)])  # fmt: skip
+def test_where_no_call_is_to_have_several_sums_none_has(options, monkeypatch):
+    """As tests ask for that want one sum."""
+    assert dict(in_order(**options).constants)["SUMS"] > 1
+    monkeypatch.setattr(tiling, "WGMMA_SUMS", {256: (0.0, 0.0)})
+    assert dict(in_order(**options).constants)["SUMS"] == 1
+
+
 @pytest.mark.parametrize("options, by_head", [
     (dict(Hq=8, Hkv=1), 1), (dict(Hq=8, Hkv=2), 1), (dict(Hq=4, Hkv=2), 1), (dict(Hq=8, Hkv=4), 0),
     (dict(Hq=2, Hkv=1, T=2048), 0), (dict(Hq=32, Hkv=1), 0), (dict(Hq=8, Hkv=1, causal=False), 0),
