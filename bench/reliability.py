@@ -122,10 +122,10 @@ LAGS = (0.0, 0.25)  # where blocks of threads work so little ahead, and, by the 
 
 @contextlib.contextmanager
 def _planned(**changed: Any) -> Iterator[None]:
-    """Calls inside are planned by these values of :mod:`rawflash.tiling`, which keeps no plan of theirs."""
-    from rawflash import problem, tiling
+    """Calls inside are planned by these values of :mod:`rawflash.sm90`, which keeps no plan of theirs."""
+    from rawflash import problem, sm90
 
-    with mock.patch.multiple(tiling, **changed), mock.patch.object(problem, "_MEMO", {}):
+    with mock.patch.multiple(sm90, **changed), mock.patch.object(problem, "_MEMO", {}):
         yield
 
 
@@ -136,10 +136,10 @@ ONE_SUM = {256: (0.0, 0.0)}
 def planned_as_many() -> contextlib.AbstractContextManager[None]:
     """Backward passes inside are planned as if they had many blocks of keys, and few heads: ``_divided_by_heads`` and
     ``_together`` there."""
-    from rawflash import tiling
+    from rawflash.tiles import Divided
 
     return _planned(
-        _divided_by_heads=lambda *_: tiling.Divided(), WGMMA_TOGETHER=NEVER, WGMMA_STORED_HEADS=0.0, WGMMA_SUMS=ONE_SUM
+        _divided_by_heads=lambda *_: Divided(), WGMMA_TOGETHER=NEVER, WGMMA_STORED_HEADS=0.0, WGMMA_SUMS=ONE_SUM
     )
 
 
@@ -704,9 +704,9 @@ def prepare(where: Where) -> None:
     """A process that does jobs: small calls, too, go to the kernels of sm_90."""
     import torch
 
-    from rawflash import tiling
+    from rawflash import sm90
 
-    tiling.WGMMA_FEWEST = 0.0
+    sm90.WGMMA_FEWEST = 0.0
     torch.set_float32_matmul_precision("highest")
 
 

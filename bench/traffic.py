@@ -46,7 +46,8 @@ from bench.record import RESULTS, ROOT, about, write
 from rawflash.backends import lookup
 from rawflash.hardware import Chip, chip, chip_of, kernels_on
 from rawflash.problem import Problem, check
-from rawflash.tiling import SIMT, Tiles, pitches, plan_tiles
+from rawflash.tiles import SIMT, Tiles
+from rawflash.tiling import pitches, plan_tiles
 from rawflash.traffic import Traffic, traffic, visits
 
 FIGURES = ROOT / "docs" / "figures"

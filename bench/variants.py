@@ -6,8 +6,8 @@
 
 SPEC is a list of variants, each with a name and what differs from the code as it is, which is measured too:
 
-* ``tables``: values of :mod:`rawflash.tiling` by name, as Python expressions there; a dict changes these keys of the
-  table.
+* ``tables``: values of :mod:`rawflash.sm90` and :mod:`rawflash.tiling` by name, as Python expressions there; a dict
+  changes these keys of the table.
 * ``text``: pairs ``[old, new]`` of the kernels' text, headers included. A variant in which nothing was replaced fails.
 * ``environment``: variables while its kernels are prepared.
 * ``backend``: "cupy_raw" unless it says otherwise.
@@ -44,7 +44,7 @@ from bench import inputs, measures, record, timing
 from bench.cases import Case, select, usual
 from bench.peers import PEERS, Call, Ours, Runner
 from bench.run import ENDED, EXIT_LOST, EXIT_MISSING, EXIT_USAGE, Watch, free_name, unlike
-from rawflash import tiling
+from rawflash import sm90, tiling
 
 SCHEMA = "rawflash-variants-1"
 ABLATIONS = Path(__file__).with_name("ablations.json")
@@ -63,7 +63,7 @@ class Variant(Ours):
                  cases: Sequence[str] = ()) -> None:  # fmt: skip
         super().__init__(backend)
         self.name, self.cases = name, cases
-        self._tables = {key: eval(value, dict(vars(tiling))) for key, value in (tables or {}).items()}
+        self._tables = {key: eval(value, vars(tiling) | vars(sm90)) for key, value in (tables or {}).items()}
         self._text, self._environment = text or [], environment or {}
         self._memo: dict[Any, Any] = {}
         self._replaced: set[str] = set()
@@ -92,8 +92,11 @@ class Variant(Ours):
 
         with contextlib.ExitStack() as stack:
             for name, value in self._tables.items():
-                old = getattr(tiling, name)
-                stack.enter_context(mock.patch.object(tiling, name, old | value if isinstance(old, dict) else value))
+                for module in (sm90, tiling):
+                    if name in vars(module):
+                        old = getattr(module, name)
+                        new = old | value if isinstance(old, dict) else value
+                        stack.enter_context(mock.patch.object(module, name, new))
             stack.enter_context(mock.patch.object(compile, "source", self._changed(compile.source)))
             stack.enter_context(mock.patch.object(problem, "_MEMO", self._memo))
             stack.enter_context(mock.patch.dict(os.environ, self._environment))

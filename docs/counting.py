@@ -13,7 +13,8 @@ from rawflash.backends import lookup
 from rawflash.backends.numpy_tiled.counting import counted
 from rawflash.backends.numpy_tiled.memory import Memory
 from rawflash.problem import check
-from rawflash.tiling import Tiles, plan_tiles
+from rawflash.tiles import Tiles
+from rawflash.tiling import plan_tiles
 from rawflash.traffic import Traffic, traffic
 
 

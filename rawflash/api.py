@@ -27,7 +27,8 @@ from rawflash.problem import (
     check_parts,
     known,
 )
-from rawflash.tiling import Tiles, plan_tiles
+from rawflash.tiles import Tiles
+from rawflash.tiling import plan_tiles
 
 _NO_ARRAYS = (type(None), bool, int, float, str, list, tuple, np.generic, Mask)  # what options may be else
 

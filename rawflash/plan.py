@@ -18,7 +18,7 @@ from rawflash.errors import BackendError, ProblemError, TileError
 from rawflash.hardware import Chip, chip_of
 from rawflash.masks import Visibility
 from rawflash.problem import DIRECTIONS, Options, Problem, check, check_forward_only, forward_mode, known
-from rawflash.tiling import Tiles
+from rawflash.tiles import Tiles
 from rawflash.traffic import Traffic, sequences, traffic
 
 WIDTH = 80

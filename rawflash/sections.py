@@ -13,10 +13,11 @@ from collections.abc import Iterable
 import numpy as np
 
 from rawflash.problem import Problem
-from rawflash.tiling import (
-    SECTION_WAVES, WGMMA_HEADS_FEW, WGMMA_PROCESSORS, WGMMA_SLAB, Tiles, heads_of_section, is_wide, last_end, rows_down,
+from rawflash.sm90 import (
+    SECTION_WAVES, WGMMA_HEADS_FEW, WGMMA_PROCESSORS, WGMMA_SLAB, heads_of_section, is_wide, last_end, rows_down,
     rows_that_see,
 )  # fmt: skip
+from rawflash.tiles import Tiles
 
 SECTION_BYTES = 32 << 20  # of L2, for the heads whose keys are taken in turn
 SECTION_STORED, SHORT = 16 << 20, 1024  # the same where the first dQ is stored, in a fixed order up to so many keys

@@ -37,7 +37,8 @@ import numpy as np
 
 from rawflash.masks import EMPTY, FULL, Visibility
 from rawflash.problem import Problem
-from rawflash.tiling import FEW, FEW_MMA, IJ, JI, RESIDENT, Tiles, key_ranges, parts_of
+from rawflash.tiles import FEW, FEW_MMA, IJ, JI, RESIDENT, Tiles
+from rawflash.tiling import key_ranges, parts_of
 
 ROW_STATISTICS = ("m", "l", "lse", "dlse", "gamma")
 Counts = tuple[tuple[str, int], ...]

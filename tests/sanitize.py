@@ -43,9 +43,10 @@ from test_decode import make as decode
 from test_forward import half_visible, make, normal
 
 from rawflash import masks as M
-from rawflash import arrays, hardware, sections, tiling
+from rawflash import arrays, hardware, sections, sm90, tiling
 from rawflash.backends.cupy_raw import compile as compiler
 from rawflash.backends.cupy_raw.launch import Launcher
+from rawflash.tiles import Divided
 
 # Failures of CUDA's functions are exceptions in CuPy; what memcheck would report beside them are CuPy's questions.
 TOOLS = {
@@ -149,7 +150,7 @@ def cases():
     return made
 
 
-AS_THEY_ARE = {name: getattr(tiling, name) for name in (
+AS_THEY_ARE = {name: getattr(sm90, name) for name in (
     "WGMMA_FEWEST", "WGMMA_FUSED", "WGMMA_FUSED_KEYS", "WGMMA_FUSED_LAG", "WGMMA_FUSED_ROWS",
     "WGMMA_FUSED_IN_ORDER", "WGMMA_FUSED_STORED", "WGMMA_PAIRED_ROWS", "WGMMA_PAIRED_ODD", "WGMMA_STORED",
     "WGMMA_STORED_HEADS", "WGMMA_TOGETHER", "WGMMA_SUMS", "WGMMA_SUMS_KEYS", "WGMMA_SUMS_ONCE", "WGMMA_SUMS_SHORT",
@@ -167,7 +168,7 @@ def plan_for(name):
     if name.startswith("warpgroups"):
         changed = {"WGMMA_FEWEST": 0.0, "WGMMA_STORED_HEADS": 0.0, "WGMMA_FUSED_KEYS": 1 << 30}
     if "by heads" not in name:  # which such small ones are else
-        changed |= {"_divided_by_heads": lambda *_: tiling.Divided(), "WGMMA_TOGETHER": {0: 1 << 30, 1: 1 << 30}}
+        changed |= {"_divided_by_heads": lambda *_: Divided(), "WGMMA_TOGETHER": {0: 1 << 30, 1: 1 << 30}}
     if "sums cleared" in name:
         changed["WGMMA_STORED"] = {64: 0, 128: 0}
     if name.startswith("warpgroups, rows of others"):
@@ -185,12 +186,12 @@ def plan_for(name):
         changed["_levels"] = lambda p, *_: next((x for word, x in ways(p).items() if word in name), None)
     paired = "pairs" in name
     if "divided" in name:
-        changed |= {"WGMMA_FUSED_LAG": (5.5 + paired) / tiling.WGMMA_PROCESSORS,
-                    "_divided": lambda *_: tiling.Divided(2, 3 + paired, 3)}  # fmt: skip
+        changed |= {"WGMMA_FUSED_LAG": (5.5 + paired) / sm90.WGMMA_PROCESSORS,
+                    "_divided": lambda *_: Divided(2, 3 + paired, 3)}  # fmt: skip
     if paired:
         changed |= {"WGMMA_PAIRED_ROWS": 0, "WGMMA_PAIRED_ODD": defaultdict(int)}
     for table, value in (AS_THEY_ARE | changed).items():  # not `name`, which functions there ask for later
-        setattr(tiling, table, value)
+        setattr(sm90, table, value)
     # Of one section nobody would prepare rows of others
     sections._section_in_order = (lambda *_: 0) if name.startswith("warpgroups, rows of others") else IN_ORDER
 
@@ -198,8 +199,8 @@ def plan_for(name):
 def ways(problem):
     """Under a mask, how blocks of keys are divided where dQ has several sums."""
     heads, blocks = problem.B * problem.Hkv, -(-problem.Tk // 128)
-    return {"late": tiling.Divided(), "two parts": tiling.Divided(0, heads * blocks, 2, 2, 1, blocks),
-            "three parts": tiling.Divided(0, heads * blocks, 3, 1, 1, blocks)}  # fmt: skip
+    return {"late": Divided(), "two parts": Divided(0, heads * blocks, 2, 2, 1, blocks),
+            "three parts": Divided(0, heads * blocks, 3, 1, 1, blocks)}  # fmt: skip
 
 
 def halves():

@@ -11,7 +11,7 @@ from test_cupy_raw_offline import Array, Device
 from test_gpu import WHOLE_ROWS
 
 import rawflash as rf
-from rawflash import tiling
+from rawflash import sm90
 from rawflash.backends.cupy_raw import compile as compiler
 
 pytest.importorskip("cupy")
@@ -26,7 +26,7 @@ def test_a_call_of_a_test_finds_its_kernels(tmp_path, monkeypatch):
     shape = WHOLE_ROWS["96"]
     device = Device("sm_90a")
     with device.current():
-        monkeypatch.setattr(tiling, "WGMMA_FEWEST", 0.0)
+        monkeypatch.setattr(sm90, "WGMMA_FEWEST", 0.0)
         q, k = (Array((2, 2, shape[length], 96), DTYPES["bfloat16"]) for length in ("Tq", "Tk"))
         rf.attention(q, k, k, causal=True, return_lse=True)
     assert device.programs

@@ -23,9 +23,10 @@ from tolerances import assert_close
 from tolerances import reference as reference_of
 
 import rawflash as rf
-from rawflash import arrays, hardware, problem, tiling
+from rawflash import arrays, hardware, problem, sm90, tiling
 from rawflash import masks as M
 from rawflash.backends.cupy_raw import append_kv, compile, launch
+from rawflash.tiles import SPLIT_INPUTS
 
 pytestmark = pytest.mark.emulated
 ALGORITHMS = ("fa1", "fa2")
@@ -282,7 +283,7 @@ def test_drawn_varlen_problems(device_of_module, case):
 def no_warpgroups(monkeypatch):
     """As on GPUs other than sm_90, which has kernels of its own for most calls of 16 bits: see test_hopper_*.py."""
     monkeypatch.setattr(problem, "_MEMO", {})
-    monkeypatch.setattr(tiling, "WGMMA_CHIP", "none")
+    monkeypatch.setattr(sm90, "WGMMA_CHIP", "none")
 
 
 def share_out(monkeypatch):
@@ -963,7 +964,7 @@ def test_tall_blocks_in_parts_of_numbers(name, Tq, ran, monkeypatch):
     case = make(**{"B": 1, "Hq": 1} | SPLIT_LONG[name] | ({} if Tq is None else {"Tq": Tq}))
     x = on_device(case)
     plan = rf.explain(x.q, x.k, x.v, "backward", **x.options).tiles
-    assert (plan.family, plan.br, plan.bc) == (tiling.SPLIT_INPUTS, 128, 64)
+    assert (plan.family, plan.br, plan.bc) == (SPLIT_INPUTS, 128, 64)
     check(case, case.reference())
     assert ran.count("split_inputs") == 2
 

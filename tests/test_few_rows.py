@@ -18,7 +18,8 @@ from rawflash import tiling
 from rawflash.backends.numba_cpu import few_rows as module
 from rawflash.hardware import chip
 from rawflash.problem import Problem
-from rawflash.tiling import FEW, FEW_BLOCK, FEW_PART, FEW_QUERIES, plan_tiles
+from rawflash.tiles import FEW
+from rawflash.tiling import FEW_BLOCK, FEW_PART, FEW_QUERIES, plan_tiles
 from rawflash.traffic import traffic
 
 RUN = dict(backend="numba_cpu", algorithm="fa2")

@@ -15,8 +15,9 @@ from test_forward import AWKWARD, awkward, make, make_many, normal
 from tolerances import assert_close
 
 import rawflash as rf
-from rawflash import problem, sections, tiling
+from rawflash import problem, sections, sm90, tiling
 from rawflash.backends.cupy_raw import fa2_backward
+from rawflash.tiles import Divided
 
 pytestmark = pytest.mark.gpu
 algorithms = pytest.mark.parametrize("algorithm", ALGORITHMS)
@@ -34,16 +35,16 @@ def fewest(request, monkeypatch):
         as_large_ones(monkeypatch)
         monkeypatch.setattr(tiling, "SPLIT_LEAST", 16)
     elif len(name) % 3 == 2:
-        monkeypatch.setattr(tiling, "wgmma_takes_backward", lambda *_: False)
+        monkeypatch.setattr(sm90, "wgmma_takes_backward", lambda *_: False)
 
 
 def as_large_ones(monkeypatch):
     """One block of threads for each block of keys, in the order of heads."""
-    monkeypatch.setattr(tiling, "WGMMA_FEWEST", 0.0)
-    monkeypatch.setattr(tiling, "WGMMA_STORED_HEADS", 0.0)
-    monkeypatch.setattr(tiling, "WGMMA_TOGETHER", NEVER)
-    monkeypatch.setattr(tiling, "WGMMA_SUMS", {256: (0.0, 0.0)})
-    monkeypatch.setattr(tiling, "_divided_by_heads", lambda *_: tiling.Divided())
+    monkeypatch.setattr(sm90, "WGMMA_FEWEST", 0.0)
+    monkeypatch.setattr(sm90, "WGMMA_STORED_HEADS", 0.0)
+    monkeypatch.setattr(sm90, "WGMMA_TOGETHER", NEVER)
+    monkeypatch.setattr(sm90, "WGMMA_SUMS", {256: (0.0, 0.0)})
+    monkeypatch.setattr(sm90, "_divided_by_heads", lambda *_: Divided())
 
 
 # Tests that plan for themselves, or are of what is planned
@@ -208,7 +209,7 @@ WHOLE_ROWS = {
 def test_rows_of_whole_chunks(name, dtype, large, monkeypatch):
     """sm_90 has kernels of its own for these; here, for as few pieces of work as there are, too, and as of many."""
     monkeypatch.setattr(problem, "_MEMO", {})
-    monkeypatch.setattr(tiling, "WGMMA_FEWEST", 0.0)
+    monkeypatch.setattr(sm90, "WGMMA_FEWEST", 0.0)
     if large:
         as_large_ones(monkeypatch)
     options = dict(WHOLE_ROWS[name])
@@ -428,7 +429,7 @@ def shortest_lag(monkeypatch):
     always = defaultdict(lambda: (0, 0, 0))
     for name, value in (("WGMMA_FUSED", always), ("WGMMA_FUSED_KEYS", 1), ("WGMMA_FUSED_LAG", 0.0),
                         ("WGMMA_DOWN_WAVES", 0.0), *((name, {64: 0, 128: 0}) for name in FUSED_ROWS)):  # fmt: skip
-        monkeypatch.setattr(tiling, name, value)
+        monkeypatch.setattr(sm90, name, value)
     monkeypatch.setattr(sections, "_section_in_order", lambda *_: 0)  # else one section, and nobody is before others
 
 
@@ -455,8 +456,8 @@ def test_blocks_of_keys_that_are_divided(options, others, parts, dtype, monkeypa
     """Backward on sm_90: the last blocks of keys, of which several blocks of threads have some rows each."""
     monkeypatch.setattr(problem, "_MEMO", {})
     shortest_lag(monkeypatch)
-    monkeypatch.setattr(tiling, "WGMMA_FUSED_LAG", 5.5 / tiling.WGMMA_PROCESSORS)
-    monkeypatch.setattr(tiling, "_divided", lambda *_: tiling.Divided(2, others, parts))
+    monkeypatch.setattr(sm90, "WGMMA_FUSED_LAG", 5.5 / sm90.WGMMA_PROCESSORS)
+    monkeypatch.setattr(sm90, "_divided", lambda *_: Divided(2, others, parts))
     case, reference = make_many(dtype=dtype, **options)
     gpu = on_gpu(case)
     tiles = rf.explain(gpu.q, gpu.k, gpu.v, "backward", **gpu.options).tiles
@@ -491,7 +492,7 @@ def test_blocks_of_keys_that_are_divided_by_heads(name, dtype, monkeypatch):
     for module in (fa2_backward, sections):
         monkeypatch.setattr(module, "WGMMA_PROCESSORS", 8)
     if name.startswith("undivided"):
-        monkeypatch.setattr(tiling, "_divided_by_heads", lambda *_: tiling.Divided())
+        monkeypatch.setattr(sm90, "_divided_by_heads", lambda *_: Divided())
     case, reference = make_many(dtype=dtype, **BY_HEADS[name])
     gpu = on_gpu(case)
     tiles = rf.explain(gpu.q, gpu.k, gpu.v, "backward", **gpu.options).tiles
@@ -533,12 +534,12 @@ PAIRED = {
 
 def pairs(monkeypatch, name):
     monkeypatch.setattr(problem, "_MEMO", {})
-    monkeypatch.setattr(tiling, "WGMMA_PAIRED_ROWS", 0)
-    monkeypatch.setattr(tiling, "WGMMA_PAIRED_ODD", defaultdict(int))
+    monkeypatch.setattr(sm90, "WGMMA_PAIRED_ROWS", 0)
+    monkeypatch.setattr(sm90, "WGMMA_PAIRED_ODD", defaultdict(int))
     shortest_lag(monkeypatch)
     if name.startswith("divided"):
-        monkeypatch.setattr(tiling, "WGMMA_FUSED_LAG", 6.5 / tiling.WGMMA_PROCESSORS)
-        monkeypatch.setattr(tiling, "_divided", lambda *_: tiling.Divided(2, 4, 3))
+        monkeypatch.setattr(sm90, "WGMMA_FUSED_LAG", 6.5 / sm90.WGMMA_PROCESSORS)
+        monkeypatch.setattr(sm90, "_divided", lambda *_: Divided(2, 4, 3))
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
@@ -578,9 +579,9 @@ def test_pairs_as_planned(T, causal, monkeypatch):
     q, k, v, dout = (rng.standard_normal((1, 40, T, 128), dtype=cupy.float32).astype(cupy.float16) for _ in range(4))
     out, lse = rf.attention(q, k, v, causal=causal, return_lse=True)
     found = {}
-    for rows in (tiling.WGMMA_PAIRED_ROWS, T + 1):
+    for rows in (sm90.WGMMA_PAIRED_ROWS, T + 1):
         monkeypatch.setattr(problem, "_MEMO", {})
-        monkeypatch.setattr(tiling, "WGMMA_PAIRED_ROWS", rows)
+        monkeypatch.setattr(sm90, "WGMMA_PAIRED_ROWS", rows)
         tiles = rf.explain(q, k, v, "backward", causal=causal).tiles
         assert dict(tiles.constants).get("PAIRED", 0) == (tiles.chip == "sm_90" and rows <= T)
         found[rows] = rf.attention_backward(dout, q, k, v, out, lse, causal=causal)
@@ -601,7 +602,7 @@ def test_pieces_that_blocks_of_threads_share(d, heads, rows, keys, dtype, monkey
 
     monkeypatch.setattr(problem, "_MEMO", {})
     for name, value in (("WGMMA_FEWEST", 0.0), ("WGMMA_BALANCED_LEAST", 1), ("WGMMA_BALANCED_COST", -1.0)):
-        monkeypatch.setattr(tiling, name, value)
+        monkeypatch.setattr(sm90, name, value)
     case = make(B=1, Hq=heads, Tq=rows, Tk=keys, d=d, dtype=dtype, sinks=normal(heads))
     gpu = on_gpu(case)
     poison_pool()

@@ -14,10 +14,11 @@ from test_forward import make, normal
 from tolerances import assert_close
 
 import rawflash as rf
-from rawflash import sections, tiling
+from rawflash import sections, sm90, tiling
 from rawflash.backends.cupy_raw import compile, fa2_backward, launch
 from rawflash.hardware import chip, kernels_on
 from rawflash.problem import Problem
+from rawflash.tiles import Divided, Tiles
 
 pytestmark = pytest.mark.emulated
 FILE = "sm90/fa2_backward.cu"
@@ -122,10 +123,10 @@ def prepared(options, dtype):
 @pytest.fixture(autouse=True)
 def undivided(monkeypatch):
     """Calls here have few blocks of keys, and are to have what many have, but for those that say otherwise."""
-    monkeypatch.setattr(tiling, "_divided_by_heads", lambda *_: tiling.Divided())
-    monkeypatch.setattr(tiling, "WGMMA_TOGETHER", {0: 1 << 30, 1: 1 << 30})
-    monkeypatch.setattr(tiling, "WGMMA_SUMS", {256: (0.0, 0.0)})
-    monkeypatch.setattr(tiling, "WGMMA_DOWN_ROWS", 512)
+    monkeypatch.setattr(sm90, "_divided_by_heads", lambda *_: Divided())
+    monkeypatch.setattr(sm90, "WGMMA_TOGETHER", {0: 1 << 30, 1: 1 << 30})
+    monkeypatch.setattr(sm90, "WGMMA_SUMS", {256: (0.0, 0.0)})
+    monkeypatch.setattr(sm90, "WGMMA_DOWN_ROWS", 512)
 
 
 @pytest.fixture(params=[False, True], ids=["forwards", "backwards"])
@@ -173,13 +174,13 @@ def test_calls(name, device_by_name, taken):
 @pytest.fixture(autouse=True)
 def many_heads(monkeypatch):
     """Calls are planned as if they had many heads."""
-    monkeypatch.setattr(tiling, "WGMMA_STORED_HEADS", 0.0)
+    monkeypatch.setattr(sm90, "WGMMA_STORED_HEADS", 0.0)
 
 
 @pytest.fixture
 def cleared(monkeypatch):
     """Short causal calls are as long ones: sums of dQ are cleared, and all blocks of keys add to them."""
-    monkeypatch.setattr(tiling, "WGMMA_STORED", {64: 0, 128: 0})
+    monkeypatch.setattr(sm90, "WGMMA_STORED", {64: 0, 128: 0})
 
 
 STORED = {
@@ -523,13 +524,13 @@ FUSED = {
 @pytest.fixture
 def fused(monkeypatch):
     """Small problems, too; rows of a head are prepared by blocks of threads of the second head before it."""
-    monkeypatch.setattr(tiling, "WGMMA_FUSED", defaultdict(lambda: (0, 0, 0)))
-    monkeypatch.setattr(tiling, "WGMMA_FUSED_KEYS", 1)
-    monkeypatch.setattr(tiling, "WGMMA_FUSED_LAG", 0.0)
-    monkeypatch.setattr(tiling, "WGMMA_FUSED_ROWS", {64: 0, 128: 0})
-    monkeypatch.setattr(tiling, "WGMMA_FUSED_IN_ORDER", {64: 0, 128: 0})
-    monkeypatch.setattr(tiling, "WGMMA_FUSED_STORED", {64: 0, 128: 0})
-    monkeypatch.setattr(tiling, "WGMMA_DOWN_WAVES", 0.0)
+    monkeypatch.setattr(sm90, "WGMMA_FUSED", defaultdict(lambda: (0, 0, 0)))
+    monkeypatch.setattr(sm90, "WGMMA_FUSED_KEYS", 1)
+    monkeypatch.setattr(sm90, "WGMMA_FUSED_LAG", 0.0)
+    monkeypatch.setattr(sm90, "WGMMA_FUSED_ROWS", {64: 0, 128: 0})
+    monkeypatch.setattr(sm90, "WGMMA_FUSED_IN_ORDER", {64: 0, 128: 0})
+    monkeypatch.setattr(sm90, "WGMMA_FUSED_STORED", {64: 0, 128: 0})
+    monkeypatch.setattr(sm90, "WGMMA_DOWN_WAVES", 0.0)
     monkeypatch.setattr(sections, "_section_in_order", lambda *_: 0)  # else one section, and nobody is before others
 
 
@@ -569,8 +570,8 @@ def test_orders_of_threads_where_others_prepare_and_finish(name, device, fused, 
 def divided(monkeypatch, fused):
     """The last five blocks of keys have more than one block of threads each, the first two of these two."""
     run, launched = launch.Launcher.run, []
-    monkeypatch.setattr(tiling, "WGMMA_FUSED_LAG", 5.5 / tiling.WGMMA_PROCESSORS)
-    monkeypatch.setattr(tiling, "_divided", lambda *_: tiling.Divided(2, 3, 3))
+    monkeypatch.setattr(sm90, "WGMMA_FUSED_LAG", 5.5 / sm90.WGMMA_PROCESSORS)
+    monkeypatch.setattr(sm90, "_divided", lambda *_: Divided(2, 3, 3))
 
     def noted(self, kernel, blocks, *arguments, **more):
         if kernel == "fa2_backward_keys":
@@ -610,9 +611,9 @@ def by_heads(monkeypatch):
     """All blocks of keys have three or four blocks of threads each, of which four run at once."""
     def some(problem, processors, br, bc):
         parts = 4 if problem.group == 2 else 3
-        return tiling.Divided(0, problem.B * problem.Hkv * launch.blocks_of(problem.Tk, bc), parts)
+        return Divided(0, problem.B * problem.Hkv * launch.blocks_of(problem.Tk, bc), parts)
 
-    monkeypatch.setattr(tiling, "_divided_by_heads", some)
+    monkeypatch.setattr(sm90, "_divided_by_heads", some)
     for module in (fa2_backward, sections):
         monkeypatch.setattr(module, "WGMMA_PROCESSORS", 4)
 
@@ -695,8 +696,8 @@ def test_calls_whose_rows_have_kernels_of_their_own(more, device_by_name, fused,
 
 @pytest.fixture
 def paired(monkeypatch, fused):
-    monkeypatch.setattr(tiling, "WGMMA_PAIRED_ROWS", 0)
-    monkeypatch.setattr(tiling, "WGMMA_PAIRED_ODD", defaultdict(int))
+    monkeypatch.setattr(sm90, "WGMMA_PAIRED_ROWS", 0)
+    monkeypatch.setattr(sm90, "WGMMA_PAIRED_ODD", defaultdict(int))
 
 
 PAIRED = {
@@ -835,7 +836,7 @@ def test_schedule(causal, heads, Tk, lag):
     """Each row is prepared and finished once; before those that need it, and behind, with the lag between."""
     problem = Problem(B=1, Hq=heads, Hkv=heads, Tq=Tk, Tk=Tk, d=64, dv=64, dtype="bfloat16", causal=causal)
     blocks = -(-Tk // 128)
-    schedule = fa2_backward._schedule(problem, tiling.Tiles(128, 128, lag=lag), tiling.Divided(), blocks)
+    schedule = fa2_backward._schedule(problem, Tiles(128, 128, lag=lag), Divided(), blocks)
     section, ahead, behind = schedule["section"], schedule["ahead"], schedule["behind"]
 
     def place(index):  # key_block in sm90/backward.cuh
@@ -1075,13 +1076,13 @@ def late(monkeypatch):
     """More blocks of threads than run at once."""
     for module in (fa2_backward, sections):
         monkeypatch.setattr(module, "WGMMA_PROCESSORS", 2)
-    monkeypatch.setattr(tiling, "_divided_by_heads", lambda *_: tiling.Divided())
+    monkeypatch.setattr(sm90, "_divided_by_heads", lambda *_: Divided())
 
 
 @pytest.fixture
 def down(monkeypatch):
     """Short calls, too."""
-    monkeypatch.setattr(tiling, "WGMMA_DOWN_ROWS", 0)
+    monkeypatch.setattr(sm90, "WGMMA_DOWN_ROWS", 0)
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import rawflash as rf
-from rawflash import tiling
+from rawflash import sm90
 from rawflash.backends.cupy_raw import compile, fa2_forward, tensor_map
 
 pytestmark = pytest.mark.emulated
@@ -685,7 +685,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) probe(const __grid_constan
 def test_maps_of_a_call(monkeypatch):
     """From the launcher, whose words they follow; beside a kernel that takes the call alone."""
     emulator.install(monkeypatch)
-    monkeypatch.setattr(tiling, "WGMMA_CHIP", "none")  # sm_90's own kernel takes maps itself
+    monkeypatch.setattr(sm90, "WGMMA_CHIP", "none")  # sm_90's own kernel takes maps itself
     made, source, launcher = [], compile.source, fa2_forward.launcher
 
     def launcher_of_maps(*args, **fixed):

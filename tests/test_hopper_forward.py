@@ -14,7 +14,7 @@ from test_cupy_raw_emulated import on_device
 from test_forward import make
 from tolerances import assert_close
 
-from rawflash import hardware, problem, tiling
+from rawflash import hardware, problem, sm90, tiling
 from rawflash.backends.cupy_raw import compile, fa2_forward, launch
 
 pytestmark = pytest.mark.emulated
@@ -29,7 +29,7 @@ class Here:
         emulator.install(monkeypatch, backwards)
         chip = replace(hardware.CHIPS["sm_90"], processors=processors)
         monkeypatch.setattr(hardware, "_gpu", lambda device: chip)
-        monkeypatch.setattr(tiling, "WGMMA_FEWEST", 0.0)  # pieces of work: few are this kernel's too
+        monkeypatch.setattr(sm90, "WGMMA_FEWEST", 0.0)  # pieces of work: few are this kernel's too
         loads, counts = compile.load, launch.Launcher.counters
 
         def load(text, arch, options=()):
@@ -125,8 +125,8 @@ def test_calls(one, name):
 def test_sections_of_heads(one, monkeypatch, keys, section):
     """Smaller ones up to 1024 keys, and fewer heads in the last one; of some sizes all heads are in one."""
     of_head = 1024 * (64 + 64) * 2
-    monkeypatch.setattr(tiling, "WGMMA_SECTION_SHORT", 2 * of_head)
-    monkeypatch.setattr(tiling, "WGMMA_SECTION", 5 * of_head)
+    monkeypatch.setattr(sm90, "WGMMA_SECTION_SHORT", 2 * of_head)
+    monkeypatch.setattr(sm90, "WGMMA_SECTION", 5 * of_head)
     sections, original = [], launch.Launcher.call
 
     def call(launcher, *of):
@@ -162,8 +162,8 @@ def test_sections_by_when_they_end(options, section):
 @pytest.mark.parametrize("row", [0, 1])
 def test_all_shapes_at_64(one, monkeypatch, row, options):
     """Whatever the length: the table goes by it."""
-    shape = replace(tiling.WGMMA_FORWARD[64][row], least=0)
-    monkeypatch.setitem(tiling.WGMMA_FORWARD, 64, (shape,))
+    shape = replace(sm90.WGMMA_FORWARD[64][row], least=0)
+    monkeypatch.setitem(sm90.WGMMA_FORWARD, 64, (shape,))
     one.check(make(**(dict(B=2, Hq=2, Tq=400, Tk=420, d=64, dtype=("bfloat16", "float16")[row % 2]) | options)))
 
 
@@ -408,8 +408,8 @@ class Sharing(Here):
 
     def __init__(self, monkeypatch, backwards=False, processors=4):
         super().__init__(monkeypatch, backwards, processors)
-        monkeypatch.setattr(tiling, "WGMMA_BALANCED_LEAST", 1)
-        monkeypatch.setattr(tiling, "WGMMA_BALANCED_COST", -1.0)
+        monkeypatch.setattr(sm90, "WGMMA_BALANCED_LEAST", 1)
+        monkeypatch.setattr(sm90, "WGMMA_BALANCED_COST", -1.0)
         self.changes.append(("constexpr int BALANCED = 1;", "constexpr int BALANCED = 1;"))  # it is there
 
     def results(self, case, small_on_device=False, **options):

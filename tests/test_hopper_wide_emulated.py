@@ -10,7 +10,7 @@ from test_forward import make, normal
 from test_hopper_backward_emulated import check, prepared
 
 import rawflash as rf
-from rawflash import tiling
+from rawflash import sm90
 from rawflash.backends.cupy_raw import compile, fa2_backward, launch
 
 pytestmark = pytest.mark.emulated
@@ -100,7 +100,7 @@ def device_by_name(request, monkeypatch):
 @pytest.fixture(autouse=True)
 def one_sum(monkeypatch):
     """Calls here have few blocks of keys, and are to have what many have."""
-    monkeypatch.setattr(tiling, "WGMMA_SUMS", {256: (0.0, 0.0)})
+    monkeypatch.setattr(sm90, "WGMMA_SUMS", {256: (0.0, 0.0)})
 
 
 @pytest.fixture(autouse=True)

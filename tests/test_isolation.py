@@ -13,8 +13,8 @@ from test_cupy_raw_emulated import on_device
 from test_forward import KERNELS, kernels, make
 
 import rawflash as rf
-from rawflash import hardware, problem, tiling
-from rawflash.tiling import FEW_MMA
+from rawflash import hardware, problem, sm90
+from rawflash.tiles import FEW_MMA
 
 assert KERNELS
 
@@ -83,7 +83,7 @@ def test_other_heads_have_the_same_bits_on_a_gpu(name, bad, names, monkeypatch):
     monkeypatch.setattr(hardware, "_gpu", lambda device: replace(hardware.CHIPS["sm_90"], processors=2))
     monkeypatch.setattr(problem, "_MEMO", {})
     if name.startswith("warpgroups"):
-        monkeypatch.setattr(tiling, "WGMMA_FEWEST", 0.0)
+        monkeypatch.setattr(sm90, "WGMMA_FEWEST", 0.0)
     case = make(B=2, Hq=4, Hkv=2, **shape)
     own = {"q": slice(0, 2), "dout": slice(0, 2), "k": slice(0, 1), "v": slice(0, 1)}  # heads of sequence 0
     changed = {x: getattr(case, x).copy() for x in (own if names == "all" else names)}

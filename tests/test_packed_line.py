@@ -9,9 +9,10 @@ import pytest
 from test_cupy_raw_emulated import on_device
 from test_forward import make
 
-from rawflash import problem, tiling
+from rawflash import problem, sm90
 from rawflash.backends.cupy_raw import launch
 from rawflash.backends.cupy_raw.fa2_backward import QUARTERS
+from rawflash.tiles import Divided
 
 pytestmark = pytest.mark.emulated
 
@@ -46,17 +47,17 @@ def of_main_kernels(launched, lengths, small_on_device, **options):
 def test_what_is_launched_does_not_grow_with_sequences(launched, monkeypatch, d, causal):
     """A sequence more is one block more at most, of each size, and head; not as many as the longest could have. Where
     the lengths are known it is the same: kernels find out themselves."""
-    monkeypatch.setattr(tiling, "_divided_by_heads", lambda *_: tiling.Divided())
+    monkeypatch.setattr(sm90, "_divided_by_heads", lambda *_: Divided())
     how = dict(dtype="bfloat16", d=d, causal=causal)
     one, many = (of_main_kernels(launched, lengths, True, **how) for lengths in ([2048], [128] * 16))
     assert one.keys() == many.keys() == {"fa2_forward", "row_deltas", "fa2_backward_keys", "fa2_backward_finish"}
-    assert many.pop("fa2_forward") <= tiling.WGMMA_PROCESSORS  # these take one piece after the other
+    assert many.pop("fa2_forward") <= sm90.WGMMA_PROCESSORS  # these take one piece after the other
     for kernel, blocks in many.items():
         each = QUARTERS if kernel == "fa2_backward_finish" else 1
         assert blocks <= one[kernel] + 15 * 4 * each, kernel
     assert many["fa2_backward_keys"] == 2 * (2048 // (64 if d == 256 else 128) + 16)
     known = of_main_kernels(launched, [128] * 16, False, **how)
-    assert known.pop("fa2_forward") <= tiling.WGMMA_PROCESSORS and known == many
+    assert known.pop("fa2_forward") <= sm90.WGMMA_PROCESSORS and known == many
 
 
 def test_the_list_of_pieces_to_be_done_again_is_as_long_as_the_line(launched, monkeypatch):
@@ -110,7 +111,7 @@ def test_the_line_ends_with_the_last_sequence_where_starts_are_known(launched):
 @pytest.mark.parametrize("small_on_device", [False, True])
 def test_in_a_fixed_order_as_much_is_launched(launched, monkeypatch, small_on_device):
     """And, where starts are on the device, a kernel that makes them rise: others wait for each block of keys."""
-    monkeypatch.setattr(tiling, "_divided_by_heads", lambda *_: tiling.Divided())
+    monkeypatch.setattr(sm90, "_divided_by_heads", lambda *_: Divided())
     lengths, how = [128] * 16, dict(dtype="bfloat16", d=128)
     found = of_main_kernels(launched, lengths, small_on_device, **how)
     del found["fa2_forward"]

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from bench import draws, record, reliability, report
-from rawflash import tiling
+from rawflash import sm90, tiling
 from rawflash.hardware import chip, kernels_on
 from rawflash.problem import Problem
 
@@ -20,7 +20,7 @@ SMALL = {"long": (9, 20), "short": (3, 9), "few": (1, 3)}
 def small(monkeypatch):
     """Sizes for NumPy's loops."""
     pytest.importorskip("torch")
-    monkeypatch.setattr(tiling, "WGMMA_FEWEST", tiling.WGMMA_FEWEST)  # which a run here sets
+    monkeypatch.setattr(sm90, "WGMMA_FEWEST", sm90.WGMMA_FEWEST)  # which a run here sets
     monkeypatch.setattr(draws, "ROWS", SMALL)
     monkeypatch.setattr(draws, "LONGEST_KEYS", 24)
 

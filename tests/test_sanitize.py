@@ -16,7 +16,7 @@ import sanitize
 from strategies import Decode
 from test_cupy_raw_offline import Array, Device
 
-from rawflash import arrays, sections, tiling
+from rawflash import arrays, sections, sm90
 from rawflash.backends.cupy_raw import compile as compiler
 from rawflash.backends.cupy_raw import launch
 
@@ -34,7 +34,7 @@ RAN = sanitize.RAN + json.dumps({"kernels": ["a.cu f", "a.cu g"], "calls": CALLS
 def plans(monkeypatch):
     """`plan_for` changes them."""
     for name, value in sanitize.AS_THEY_ARE.items():
-        monkeypatch.setattr(tiling, name, value)
+        monkeypatch.setattr(sm90, name, value)
     monkeypatch.setattr(sections, "_section_in_order", sanitize.IN_ORDER)
 
 

@@ -5,10 +5,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from rawflash import sections, tiling
+from rawflash import sections, sm90, tiling
 from rawflash.backends.cupy_raw import fa2_backward
 from rawflash.hardware import chip, kernels_on
 from rawflash.problem import Problem
+from rawflash.tiles import WGMMA
 
 H200 = replace(kernels_on("cupy_raw", chip("sm_90")), processors=132)
 
@@ -19,7 +20,7 @@ def planned(**options):
     T, defaults = options.pop("T"), dict(Hkv=options["Hq"], dv=options["d"])
     problem = Problem(**dict(Tq=T, Tk=T) | defaults | options, dtype="bfloat16", backend="cupy_raw")
     tiles = tiling.plan_tiles(problem, H200, "backward")
-    assert tiles.family == tiling.WGMMA
+    assert tiles.family == WGMMA
     return problem, tiles, dict(tiles.constants)
 
 
@@ -91,7 +92,7 @@ def test_as_many_blocks_of_keys_are_late_as_take_least_time(options, late):
     heads, key_blocks = of_call(problem, tiles)
     assert sections.section_and_late(problem, tiles, heads, key_blocks) == (heads, late)
     group = 1 if constants.get("BY_HEAD") else problem.group
-    rows = [tiling.rows_that_see(problem, j, tiles.bc) for j in range(0, problem.Tk, tiles.bc)]
+    rows = [sm90.rows_that_see(problem, j, tiles.bc) for j in range(0, problem.Tk, tiles.bc)]
     lengths = [-(-n // tiles.br) * group for n in rows]
     ends = {}
     for n in range(4, 15):

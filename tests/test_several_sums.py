@@ -11,11 +11,12 @@ from test_hopper_backward_emulated import (  # noqa: F401
     paired, prepared, taken, undivided, zeros,
 )  # fmt: skip
 
-from rawflash import sections, tiling
+from rawflash import sections, sm90, tiling
 from rawflash.backends.cupy_raw import compile, fa2_backward, launch
 from rawflash.backends.cupy_raw.launch import blocks_of
 from rawflash.hardware import chip, kernels_on
 from rawflash.problem import Problem
+from rawflash.tiles import Divided
 
 pytestmark = pytest.mark.emulated
 CAUSAL = dict(causal=True)
@@ -134,15 +135,15 @@ CASES = {name: (options | {"deterministic": True}, *more) for name, (options, *m
 @pytest.fixture(autouse=True)
 def several(monkeypatch, undivided):  # noqa: F811
     """Short calls have several sums, too."""
-    monkeypatch.setattr(tiling, "WGMMA_SUMS", {256: (np.inf, np.inf)})
-    monkeypatch.setattr(tiling, "WGMMA_SUMS_KEYS", 0)
-    monkeypatch.setattr(tiling, "WGMMA_SUMS_ONCE", (0.0, 0.0))
-    monkeypatch.setattr(tiling, "WGMMA_SUMS_SHORT", {256: ()})
-    monkeypatch.setattr(tiling, "WGMMA_SUMS_UNEVEN", np.inf)
-    monkeypatch.setattr(tiling, "WGMMA_DIAGONAL", (np.inf, np.inf, np.inf))
-    monkeypatch.setattr(tiling, "WGMMA_SUMS_GROUP", {False: np.inf, True: np.inf})
-    monkeypatch.setattr(tiling, "WGMMA_SUMS_SINGLY", (0.0, 0.0))
-    monkeypatch.setattr(tiling, "_is_by_head", lambda *_: False)
+    monkeypatch.setattr(sm90, "WGMMA_SUMS", {256: (np.inf, np.inf)})
+    monkeypatch.setattr(sm90, "WGMMA_SUMS_KEYS", 0)
+    monkeypatch.setattr(sm90, "WGMMA_SUMS_ONCE", (0.0, 0.0))
+    monkeypatch.setattr(sm90, "WGMMA_SUMS_SHORT", {256: ()})
+    monkeypatch.setattr(sm90, "WGMMA_SUMS_UNEVEN", np.inf)
+    monkeypatch.setattr(sm90, "WGMMA_DIAGONAL", (np.inf, np.inf, np.inf))
+    monkeypatch.setattr(sm90, "WGMMA_SUMS_GROUP", {False: np.inf, True: np.inf})
+    monkeypatch.setattr(sm90, "WGMMA_SUMS_SINGLY", (0.0, 0.0))
+    monkeypatch.setattr(sm90, "_is_by_head", lambda *_: False)
 
 
 def plan(how, residues, monkeypatch, request):
@@ -152,35 +153,35 @@ def plan(how, residues, monkeypatch, request):
 
     def in_parts(blocks):
         if parts == 1:
-            return tiling.Divided()
+            return Divided()
         if how == "halves, 3":
-            return tiling.Divided(2, blocks - 2, 3)
-        return tiling.Divided(0, min(4, blocks - 2) if "last" in how else blocks, parts)
+            return Divided(2, blocks - 2, 3)
+        return Divided(0, min(4, blocks - 2) if "last" in how else blocks, parts)
 
     def levels(problem, processors, bc):
         if parts == 1:
-            return tiling.Divided()
+            return Divided()
         keys = blocks_of(problem.Tk, bc)
         long = min(blocks_of(problem.Tq, bc), keys)
         level = blocks_of(long, parts)
         assert blocks_of(long, level) == parts, "as many as there are blocks of rows"
-        return tiling.Divided(0, problem.B * problem.Hkv * keys, parts, level, int(up), keys)
+        return Divided(0, problem.B * problem.Hkv * keys, parts, level, int(up), keys)
 
     if how.startswith("by head, "):
-        monkeypatch.setattr(tiling, "_is_by_head", lambda *_: True)
+        monkeypatch.setattr(sm90, "_is_by_head", lambda *_: True)
         how = how.removeprefix("by head, ")
 
     def by_heads(problem, processors, br, bc):
         return in_parts(problem.B * problem.Hkv * blocks_of(problem.Tk, bc))
 
-    monkeypatch.setattr(tiling, "WGMMA_SUMS_ROWS", (0, 0) if residues else (np.inf, np.inf))
-    monkeypatch.setattr(tiling, "_levels", levels)
-    monkeypatch.setattr(tiling, "_divided", lambda blocks, *_: in_parts(blocks))
+    monkeypatch.setattr(sm90, "WGMMA_SUMS_ROWS", (0, 0) if residues else (np.inf, np.inf))
+    monkeypatch.setattr(sm90, "_levels", levels)
+    monkeypatch.setattr(sm90, "_divided", lambda blocks, *_: in_parts(blocks))
     if how.startswith("by heads"):
-        monkeypatch.setattr(tiling, "_divided_by_heads", by_heads)
+        monkeypatch.setattr(sm90, "_divided_by_heads", by_heads)
     if how.startswith("pairs"):
         request.getfixturevalue("paired")
-        monkeypatch.setattr(tiling, "WGMMA_FUSED_LAG", 1.0)
+        monkeypatch.setattr(sm90, "WGMMA_FUSED_LAG", 1.0)
 
 
 def counters(case, constants):

@@ -18,7 +18,8 @@ from rawflash.backends.numpy_tiled.memory import Memory
 from rawflash.errors import TileError
 from rawflash.hardware import chip_of
 from rawflash.problem import Problem, check
-from rawflash.tiling import DAO_BACKWARD_BLOCKS, FEW_MMA, Tiles, plan_tiles
+from rawflash.tiles import FEW_MMA, Tiles
+from rawflash.tiling import DAO_BACKWARD_BLOCKS, plan_tiles
 from rawflash.traffic import Traffic, traffic, visits
 
 T, D = 256, 16

@@ -18,7 +18,7 @@ import rawflash as rf
 from bench.cases import CASES, select
 from bench.peers import Ours
 from bench.variants import ABLATIONS, AS_IT_IS, Variant
-from rawflash import hardware, tiling
+from rawflash import hardware, sm90
 from rawflash.backends.cupy_raw import compile as compiler
 
 SPEC = {one["name"]: one for one in json.loads(ABLATIONS.read_text())}
@@ -92,14 +92,14 @@ def test_results_stay_right(name, monkeypatch):
         with monkeypatch.context() as patch:
             emulator.install(patch, backwards=len(name) % 2 == 1)
             patch.setattr(hardware, "_gpu", lambda device: replace(hardware.CHIPS["sm_90"], processors=2))
-            patch.setattr(tiling, "WGMMA_FEWEST", 0.0)
+            patch.setattr(sm90, "WGMMA_FEWEST", 0.0)
             variant = Variant(**SPEC[name])
             if long:
-                table = tiling.WGMMA_FORWARD
+                table = sm90.WGMMA_FORWARD
                 rows = tuple(shape for shape in table[128] if shape.most > LONG)
-                patch.setattr(tiling, "WGMMA_FORWARD", table | {128: rows})
-                patch.setattr(tiling, "WGMMA_BALANCED_LEAST", 1)
-                patch.setattr(tiling, "WGMMA_BALANCED_COST", -1.0)
+                patch.setattr(sm90, "WGMMA_FORWARD", table | {128: rows})
+                patch.setattr(sm90, "WGMMA_BALANCED_LEAST", 1)
+                patch.setattr(sm90, "WGMMA_BALANCED_COST", -1.0)
             case = make(B=1, Hq=2, Tq=400, d=d, dtype="bfloat16", causal=causal)
             moved, reference = on_device(case), case.reference()
             with variant.inside():

@@ -24,7 +24,8 @@ from rawflash.cli.places import TIMED_RUNS, Cpu, best_seconds, milliseconds, pla
 from rawflash.errors import RawflashError, TileError
 from rawflash.plan import WIDTH, size_text
 from rawflash.problem import DIRECTIONS, Operands, Problem, check
-from rawflash.tiling import Tiles, plan_tiles
+from rawflash.tiles import Tiles
+from rawflash.tiling import plan_tiles
 from rawflash.traffic import Traffic, traffic
 
 DEMO_SRAM = 64 * hardware.KIB  # M of numpy_tiled in the demo: small, so that a short text has many tiles

@@ -29,7 +29,7 @@ from rawflash.backends.numba_cpu.tile import (
 )
 from rawflash.backends.numba_cpu.visibility import EMPTY, PARTIAL, band_class, program_class, query_range
 from rawflash.problem import Operands, Problem
-from rawflash.tiling import Tiles
+from rawflash.tiles import Tiles
 
 
 def _make_kernel(stamp: str, dtype: str):

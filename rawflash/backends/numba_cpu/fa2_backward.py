@@ -45,7 +45,7 @@ from rawflash.backends.numba_cpu.microkernel import LONGEST_ROW_SUM, LONGEST_STO
 from rawflash.backends.numba_cpu.tile import aligned, load_rows, padded, rows_of
 from rawflash.backends.numba_cpu.visibility import EMPTY, PARTIAL, band_class, program_class, query_range
 from rawflash.problem import Operands, Problem
-from rawflash.tiling import Tiles
+from rawflash.tiles import Tiles
 
 
 def _make_passes(stamp: str, dtype: str):

@@ -30,7 +30,7 @@ from rawflash.backends.numba_cpu.tile import (
 )
 from rawflash.backends.numba_cpu.visibility import EMPTY, PARTIAL, band_class, key_range, program_class
 from rawflash.problem import Operands, Problem
-from rawflash.tiling import FEW, Tiles
+from rawflash.tiles import FEW, Tiles
 
 
 def _make_kernel(stamp: str, dtype: str, plain: bool):

@@ -39,7 +39,7 @@ from rawflash.backends.numba_cpu.numerics import (
 from rawflash.backends.numba_cpu.tile import aligned, apply_dropout, finish_scores, padded, rows_of
 from rawflash.backends.numba_cpu.visibility import EMPTY, PARTIAL, band_class, key_range, program_class
 from rawflash.problem import Operands, Problem
-from rawflash.tiling import Tiles
+from rawflash.tiles import Tiles
 
 #: How elements of a storage type are read: the halves as their bits, told apart by sign.
 ELEMENTS = {"float32": np.float32, "float64": np.float64, "float16": np.int16, "bfloat16": np.uint16}

@@ -22,7 +22,7 @@ from rawflash import masks, philox
 from rawflash.arrays import name_of
 from rawflash.backends.numba_cpu import numerics
 from rawflash.problem import Operands, Problem
-from rawflash.tiling import Tiles
+from rawflash.tiles import Tiles
 
 if TYPE_CHECKING:
     from concurrent.futures import ThreadPoolExecutor

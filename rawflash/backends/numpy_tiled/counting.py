@@ -8,7 +8,8 @@ from rawflash.arrays import Result
 from rawflash.backends import lookup
 from rawflash.backends.numpy_tiled.memory import Memory
 from rawflash.problem import Operands, Problem
-from rawflash.tiling import Tiles, plan_tiles
+from rawflash.tiles import Tiles
+from rawflash.tiling import plan_tiles
 
 
 class Counted(NamedTuple):

@@ -17,7 +17,7 @@ import numpy as np
 from rawflash.backends.numpy_tiled.heads import backward_groups, blocks
 from rawflash.backends.numpy_tiled.memory import Memory, product
 from rawflash.backends.numpy_tiled.scores import exp_minus
-from rawflash.tiling import IJ, JI
+from rawflash.tiles import IJ, JI
 
 
 @np.errstate(all="ignore")

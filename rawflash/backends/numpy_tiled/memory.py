@@ -22,7 +22,7 @@ import numpy.typing as npt
 
 from rawflash.errors import TileError
 from rawflash.problem import Problem
-from rawflash.tiling import Tiles
+from rawflash.tiles import Tiles
 from rawflash.traffic import Traffic
 
 

@@ -12,7 +12,7 @@ import numpy as np
 from rawflash.backends.numpy_tiled.heads import backward_groups
 from rawflash.backends.numpy_tiled.memory import Memory, product
 from rawflash.backends.numpy_tiled.scores import exp_minus
-from rawflash.tiling import RESIDENT
+from rawflash.tiles import RESIDENT
 
 
 @np.errstate(all="ignore")

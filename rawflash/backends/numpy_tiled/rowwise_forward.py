@@ -11,7 +11,7 @@ import numpy as np
 from rawflash.backends.numpy_tiled.heads import groups
 from rawflash.backends.numpy_tiled.memory import Memory, product
 from rawflash.backends.numpy_tiled.scores import exp_minus, finite, log_sum_exp, nonzero
-from rawflash.tiling import RESIDENT
+from rawflash.tiles import RESIDENT
 
 
 @np.errstate(all="ignore")
