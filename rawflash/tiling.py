@@ -37,11 +37,21 @@ from rawflash import sm90
 from rawflash.errors import ProblemError, TileError
 from rawflash.hardware import HALVES, TENSOR, Chip
 from rawflash.problem import Problem
-from rawflash.sm90 import MMA_LONGEST, MMA_SCALES, last_end, rows_that_see
+from rawflash.sm90 import (
+    MMA_LONGEST, MMA_SCALES, SECTION_WAVES, WGMMA_PROCESSORS, WGMMA_ROWS, WGMMA_SLAB, heads_of_section, is_wide,
+    keys_seen, last_end, rows_that_see, wgmma_section,
+)  # fmt: skip
 from rawflash.tiles import (
     DOUBLE, FEW, FEW_MMA, IJ, JI, MMA, ON_CHIP, PRODUCTS, REGISTERS, RESIDENT, SIMT, SPLIT, SPLIT_INPUTS, STREAMED,
-    Tile, Tiles, padded,
+    WGMMA, Divided, Tile, Tiles, padded,
 )  # fmt: skip
+
+# Launchers take from here what they need of a plan, wherever it is made
+__all__ = [
+    "DOUBLE", "FEW", "FEW_MMA", "IJ", "JI", "MMA", "ON_CHIP", "REGISTERS", "SECTION_WAVES", "SIMT", "SPLIT",
+    "SPLIT_INPUTS", "WGMMA", "WGMMA_PROCESSORS", "WGMMA_ROWS", "WGMMA_SLAB", "Divided", "Tile", "Tiles",
+    "heads_of_section", "is_wide", "keys_seen", "plan_tiles", "wgmma_section",
+]  # fmt: skip
 
 PIECES = (SPLIT, DOUBLE)  # families whose products are tensor-core pieces of 16 x 8 numbers (mma/pieces.cuh)
 PIECE = 8  # columns of one

@@ -5,7 +5,7 @@ from __future__ import annotations
 from rawflash.arrays import Target
 from rawflash.backends.cupy_raw.launch import launcher, side_gradients
 from rawflash.problem import Operands, Problem
-from rawflash.tiles import Tiles
+from rawflash.tiling import Tiles
 
 
 def fa1_backward(problem: Problem, tiles: Tiles, x: Operands, grads: dict[str, Target]) -> None:

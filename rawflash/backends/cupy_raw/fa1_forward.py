@@ -5,7 +5,7 @@ from __future__ import annotations
 from rawflash.arrays import Target
 from rawflash.backends.cupy_raw.launch import launcher
 from rawflash.problem import Operands, Problem
-from rawflash.tiles import Tiles
+from rawflash.tiling import Tiles
 
 
 def fa1_forward(problem: Problem, tiles: Tiles, x: Operands, out: Target, lse: Target) -> None:

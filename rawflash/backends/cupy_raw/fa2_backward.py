@@ -12,8 +12,7 @@ from rawflash.backends.cupy_raw.launch import (
 from rawflash.backends.cupy_raw.tensor_map import Box
 from rawflash.problem import Operands, Problem
 from rawflash.sections import section_and_late
-from rawflash.sm90 import WGMMA_PROCESSORS, WGMMA_SLAB, is_wide
-from rawflash.tiles import MMA, SPLIT_INPUTS, WGMMA, Divided, Tiles
+from rawflash.tiling import MMA, SPLIT_INPUTS, WGMMA, WGMMA_PROCESSORS, WGMMA_SLAB, Divided, Tiles, is_wide
 
 FILE, FILE_MMA = "fa2_backward.cu", "mma/fa2_backward.cu"
 FILE_WGMMA, FILE_WIDE = "sm90/fa2_backward.cu", "sm90/fa2_backward_wide.cu"

@@ -10,9 +10,10 @@ from rawflash.arrays import Target
 from rawflash.backends.cupy_raw.launch import blocks_of, blocks_of_head, in_turn, launcher, split_inputs
 from rawflash.backends.cupy_raw.tensor_map import Box
 from rawflash.problem import Operands, Problem
-from rawflash.sm90 import SECTION_WAVES, WGMMA_PROCESSORS, WGMMA_ROWS, heads_of_section, keys_seen, wgmma_section
-from rawflash.tiles import FEW_MMA, MMA, SPLIT_INPUTS, WGMMA, Tiles
-from rawflash.tiling import FEW_MMA_LEAST
+from rawflash.tiling import (
+    FEW_MMA, FEW_MMA_LEAST, MMA, SECTION_WAVES, SPLIT_INPUTS, WGMMA, WGMMA_PROCESSORS, WGMMA_ROWS, Tiles,
+    heads_of_section, keys_seen, wgmma_section,
+)  # fmt: skip
 
 MERGED_ROWS = 16  # of a thread block of mma/fa2_forward.cu's merge
 # In the environment: "1", the maximum of a row is followed; "0", that of the first keys stays; else as planned

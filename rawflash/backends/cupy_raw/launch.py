@@ -25,8 +25,8 @@ from rawflash.backends.cupy_raw import compile, tensor_map
 from rawflash.errors import BackendError
 from rawflash.hardware import chip_of
 from rawflash.problem import FARTHEST, Operands, Problem
-from rawflash.tiles import DOUBLE, FEW_MMA, MMA, SIMT, SPLIT, Tiles
-from rawflash.tiling import MMA_DEPTH, PIECES, pitches, plan_tiles, scale_later
+from rawflash.tiling import (DOUBLE, FEW_MMA, MMA, MMA_DEPTH, PIECES, SIMT, SPLIT, Tiles, pitches, plan_tiles,
+                             scale_later)  # fmt: skip
 
 try:
     from numpy.lib.array_utils import byte_bounds

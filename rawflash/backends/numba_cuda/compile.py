@@ -23,7 +23,7 @@ from rawflash.backends.cupy_raw import compile as cubins
 from rawflash.backends.cupy_raw.launch import SIDE, THREADS, VECTOR_BYTES
 from rawflash.backends.numba_cuda import mma
 from rawflash.errors import BackendError
-from rawflash.tiles import SIMT
+from rawflash.tiling import SIMT
 
 BYTES = {"FLOAT16": 2, "BFLOAT16": 2, "FLOAT32": 4, "FLOAT64": 8}
 PACKAGES = ("numba", "numba-cuda", "llvmlite", "cuda-core", "cuda-bindings", "nvidia-nvvm", "nvidia-nvjitlink",
@@ -62,7 +62,7 @@ def complete(
 def _sources() -> str:
     """A hash of all that decides what a kernel becomes, but for its constants: these files, and who compiles them."""
     here = Path(__file__).parent
-    others = (here.parents[1] / name for name in ("masks.py", "philox.py", "problem.py", "tiles.py", "tiling.py"))
+    others = (here.parents[1] / name for name in ("masks.py", "philox.py", "problem.py", "tiling.py"))
     files = (*sorted(here.rglob("*.py")), here.parent / "cupy_raw" / "launch.py", *others)
     texts = [path.read_bytes() for path in files]
     versions = []

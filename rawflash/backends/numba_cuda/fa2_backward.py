@@ -27,7 +27,7 @@ from rawflash.backends.numba_cuda.numbers import ADD
 from rawflash.backends.numba_cuda.padding import clear_gradients
 from rawflash.backends.numba_cuda.scores import Scores
 from rawflash.backends.numba_cuda.visibility import EMPTY
-from rawflash.tiles import MMA
+from rawflash.tiling import MMA
 
 __all__ = ["fa2_backward", "make_kernels"]
 

@@ -25,7 +25,7 @@ from rawflash.backends.numba_cuda.padding import clear_results
 from rawflash.backends.numba_cuda.scores import Scores, finish_scores
 from rawflash.backends.numba_cuda.softmax import drop, finish_row, softmax_step
 from rawflash.backends.numba_cuda.visibility import EMPTY
-from rawflash.tiles import MMA
+from rawflash.tiling import MMA
 
 __all__ = ["fa2_forward", "make_kernels"]
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from rawflash.tiles import MMA
+from rawflash.tiling import MMA
 
 FORWARD, BACKWARD = "fa2_forward", "fa2_backward_keys"
 FORWARD_WARPS = 4  # each has BR / 4 rows
