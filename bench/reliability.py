@@ -135,12 +135,13 @@ ONE_SUM = {256: (0.0, 0.0)}
 
 def planned_as_many() -> contextlib.AbstractContextManager[None]:
     """Backward passes inside are planned as if they had many blocks of keys, and few heads: ``_divided_by_heads`` and
-    ``_together`` there."""
+    ``_together`` there; in a fixed order only those that ask for one."""
     from rawflash.tiles import Divided
 
     return _planned(
-        _divided_by_heads=lambda *_: Divided(), WGMMA_TOGETHER=NEVER, WGMMA_STORED_HEADS=0.0, WGMMA_SUMS=ONE_SUM
-    )
+        _divided_by_heads=lambda *_: Divided(), WGMMA_TOGETHER=NEVER, WGMMA_STORED_HEADS=0.0, WGMMA_SUMS=ONE_SUM,
+        _order_gains=lambda *_: False,
+    )  # fmt: skip
 
 
 def planned_as_few() -> contextlib.AbstractContextManager[None]:
@@ -158,7 +159,7 @@ def planned_as_long(lag: float = 0.0) -> Iterator[None]:
         WGMMA_FUSED=defaultdict(lambda: (0, 0, 0)), WGMMA_FUSED_KEYS=1, WGMMA_FUSED_LAG=lag,
         WGMMA_FUSED_ROWS={64: 0, 128: 0}, WGMMA_FUSED_IN_ORDER={64: 0, 128: 0}, WGMMA_FUSED_STORED={64: 0, 128: 0},
         WGMMA_PAIRED_ROWS=0, WGMMA_PAIRED_ODD=defaultdict(int), WGMMA_STORED_HEADS=0.0, WGMMA_TOGETHER=NEVER,
-        WGMMA_DOWN_WAVES=0.0, WGMMA_SUMS=ONE_SUM,
+        WGMMA_DOWN_WAVES=0.0, WGMMA_SUMS=ONE_SUM, _order_gains=lambda *_: False,
     )  # fmt: skip
     with as_long, mock.patch.object(sections, "_section_in_order", lambda *_: 0):
         yield

@@ -7,6 +7,7 @@ tiles, launch.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, Unpack
 
 import numpy as np
@@ -223,7 +224,7 @@ def attention_jvp(primals: Sequence[Any], tangents: Sequence[Any], **options: Un
     True
     """
     problem, x, given = check_jvp(primals, tangents, **known(options))
-    kernel, tiles = _prepared(problem, x, "jvp")
+    kernel, problem, tiles = _prepared(problem, x, "jvp")
     result, change = arrays.result(problem, x), arrays.result(problem, x)
     written = [made.canonical(name) for made in (result, change) for name in ("out", "lse")]
     written[-1][...] = 0  # type: ignore[index]  # padding does not change
@@ -491,18 +492,20 @@ def merge_attention(outs: Sequence[Any], lses: Sequence[Any]) -> tuple[Any, Any]
         return source.give(merged.astype(parts[0].dtype)), source.give(xp.asarray(lse, dtype=compute))
 
 
-def _prepared(problem: Problem, x: Operands, direction: str) -> tuple[Callable[..., None], Tiles]:
-    """The kernel and its tiles: looked up and planned once for calls that share a memo."""
+def _prepared(problem: Problem, x: Operands, direction: str) -> tuple[Callable[..., None], Problem, Tiles]:
+    """The kernel, the call as it is done, and its tiles: looked up and planned once for calls that share a memo."""
     found = x.memo.get(direction)
     if found is None:
         kernel, chip = lookup(problem, direction, x.device)
-        found = x.memo[direction] = kernel, plan_tiles(problem, chip, direction)
+        tiles = plan_tiles(problem, chip, direction)
+        done = replace(problem, deterministic=problem.deterministic or tiles.in_order)
+        found = x.memo[direction] = kernel, done, tiles
     return found
 
 
 def _forward(problem: Problem, x: Operands) -> Any:
     """Look up, plan, launch; give back ``out`` or ``(out, lse)``."""
-    kernel, tiles = _prepared(problem, x, "forward")
+    kernel, problem, tiles = _prepared(problem, x, "forward")
     with arrays.on(x):
         result = arrays.result(problem, x)
         kernel(problem, tiles, x, result.canonical("out"), result.canonical("lse"))
@@ -513,7 +516,7 @@ def _forward(problem: Problem, x: Operands) -> Any:
 
 def _backward(problem: Problem, x: Operands) -> tuple[Any, ...]:
     """Look up, plan, launch; give back the gradients in the order of ``wrt``."""
-    kernel, tiles = _prepared(problem, x, "backward")
+    kernel, problem, tiles = _prepared(problem, x, "backward")
     with arrays.on(x):
         result = arrays.result(problem, x)
         names = {"q", "k", "v", *x.wrt}

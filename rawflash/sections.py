@@ -55,6 +55,9 @@ SECTION_FEW_SHARE = (4.0, 4.6)
 # Without a mask, of SECTION_KEYS and more, all up to so many. Up to so many blocks of keys of a head (of many columns
 # any), where query heads share these, sections have fewer heads: L2 holds the rows of all of them.
 SECTION_NO_MASK, SHARED_KEYS = 8.0, 12
+# Without an order, where query heads share keys under a mask, and those are more than so many blocks: as many heads as
+# come in so many turns, or as have so many query heads in all (if more than two share keys), up to so many of these.
+SHARED_FEW, SHARED_TURNS, SHARED_HEADS = 8, 4.0, (64, 128)
 DETERMINISTIC_MORE = 4  # times as many heads in a fixed order that is not the last keys first
 
 
@@ -77,9 +80,10 @@ def _section(problem: Problem, tiles: Tiles, heads: int, key_blocks: int) -> int
     band = problem.has_band
     if not (band or problem.deterministic):
         return 1
-    in_order = _section_in_order(problem, tiles, heads, key_blocks) if problem.deterministic else 0
-    if in_order:
-        return max(min(in_order, heads), 1)
+    measured = _section_in_order if problem.deterministic else _section_of_shared
+    some = measured(problem, tiles, heads, key_blocks)
+    if some:
+        return max(min(some, heads), 1)
     constants = dict(tiles.constants)
     last_first, together = bool(constants.get("LAST_FIRST")), 1 + constants.get("PAIRED", 0)
     parts = 1 if tiles.lag else tiles.divided.parts  # all blocks of keys have as many blocks of threads
@@ -124,8 +128,11 @@ def _section_in_order(problem: Problem, tiles: Tiles, heads: int, key_blocks: in
     of packed sequences without a band; where rows go down, as many as keep every multiprocessor busy, or, of many
     columns and keys, as L2 can hold.
     """
+    band, constants = problem.has_band, dict(tiles.constants)
+    paired = constants.get("PAIRED", 0)
+    if constants.get("TOGETHER") and not band:  # all blocks of keys have so many blocks of threads
+        key_blocks *= tiles.divided.parts
     waves, two_turns = heads * key_blocks / WGMMA_PROCESSORS, max(int(TWO_WAVES * WGMMA_PROCESSORS) // key_blocks, 1)
-    band, paired = problem.has_band, dict(tiles.constants).get("PAIRED", 0)
     if problem.varlen and not band:
         return heads
     if rows_down(problem) and not tiles.lag:
@@ -154,6 +161,16 @@ def _section_in_order(problem: Problem, tiles: Tiles, heads: int, key_blocks: in
         return 0
     in_two = problem.d <= WGMMA_SLAB and (problem.group == 1 or key_blocks > SHARED_KEYS)
     return _alike(heads, two_turns if in_two else WGMMA_PROCESSORS // key_blocks)
+
+
+def _section_of_shared(problem: Problem, tiles: Tiles, heads: int, key_blocks: int) -> int:
+    """The same without an order, where query heads share keys under a mask, and blocks of keys are not few; else 0."""
+    constants, group = dict(tiles.constants), problem.group
+    others = problem.varlen or is_wide(problem) or group == 1 or problem.band.lower is not None
+    if others or key_blocks <= SHARED_FEW or constants.get("STORES") or tiles.lag and not constants["PAIRED"]:
+        return 0
+    most = max(int(SHARED_TURNS * WGMMA_PROCESSORS) // key_blocks, SHARED_HEADS[0] // group if group > 2 else 1)
+    return _alike(heads, min(most, SHARED_HEADS[1] // group))
 
 
 def _alike(heads: int, most: int) -> int:

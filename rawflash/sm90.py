@@ -57,15 +57,18 @@ WGMMA_FUSED_STAGES = 2
 NO_SUMS = {"SUMS": 1, "RESIDUES": 1, "DIAGONAL": 0}
 # Blocks of threads that the last blocks of keys are divided among, at most, and what one more costs, in steps.
 WGMMA_DIVIDED_MOST, WGMMA_DIVIDED_COST = 8, 6.0
-# All blocks of keys, where they are few: among so many at most, and of the time without it so much at most. With more
-# query heads than so many of a key head it takes more parts than reckoned for what they read to be in L2.
+# All blocks of keys, where they are few: among so many at most, and of the time without it so much at most. In a fixed
+# order without a mask up to so many, or as there are query heads of a key head. Where these share keys under a mask,
+# when all are done is simulated: what a block of threads costs, and more where it shares a block of keys, in steps; how
+# much longer parts of unlike numbers of heads take.
 WGMMA_HEADS_MOST, WGMMA_HEADS_GAIN, WGMMA_HEADS_FEW = 16, 0.9, 4
-# Query heads of a key head from which on, under a mask, the same rows of all of them come together: singly; where
-# otherwise there would be pairs. Where rows or keys are more than so many.
-WGMMA_TOGETHER, WGMMA_TOGETHER_ROWS = {0: 4, 1: 8}, 512
+WGMMA_HEADS_COST, WGMMA_HEADS_UNEVEN = (4.0, 3.0), 1.05
+# Query heads of a key head from which on, under a mask, the same rows of all of them come together, if not in pairs (by
+# whether sequences are packed). Where rows or keys are more than so many.
+WGMMA_TOGETHER, WGMMA_TOGETHER_ROWS = {False: 4, True: 8}, 512
 # In a fixed order such rows go down, from more than so many on; with fewer blocks of keys for each multiprocessor than
-# so many, no pairs.
-WGMMA_DOWN_ROWS, WGMMA_DOWN_WAVES = 256, 1.6
+# so many, or where from and up to so many query heads share them from and up to so many, no pairs.
+WGMMA_DOWN_ROWS, WGMMA_DOWN_WAVES, WGMMA_DOWN_SINGLY = 256, 1.6, (3, 5, (2.0, 2.75), (3.9, 4.9))
 # Several sums of dQ in a fixed order: up to so many blocks of keys for each multiprocessor (by the wider of d and dv;
 # whether there is a mask); with at most so many times as many rows as keys, or keys as rows; up to so many bytes of all
 # of them (of many columns under a mask only these count where query heads share so many blocks of keys); and under a
@@ -105,6 +108,15 @@ WGMMA_SUMS_ROWS, WGMMA_SUMS_WAVES, WGMMA_SUMS_SINGLY, WGMMA_SUMS_UNLIKE = (12.0,
 # the sums that are added up in the end. About so many lengths of parts are tried.
 WGMMA_DIAGONAL, WGMMA_DIAGONAL_KEYS = (0.85, 1.3, 1.5), 32
 WGMMA_DIAGONAL_COST, WGMMA_DIAGONAL_TRIED = (128.0, 192.0, 64.0), 64
+# A fixed order where none is asked for (by the wider of d and dv): with so many query heads of a key head or more, up
+# to so many blocks of keys for each multiprocessor. Of fewer columns with so many query heads and up to so many blocks
+# of keys, in more than one turn, but not from and up to so many. Without a mask from so many blocks of keys on where so
+# many times as many turns as needed are begun, up to so many; with at most so many times as many rows as keys, or keys
+# as rows.
+WGMMA_ORDER_WIDE: dict[int, dict[int, float]] = {
+    192: {5: math.inf, 4: 5.0, 2: 1.5}, 256: {8: 8.0, 5: 6.0, 2: 1.8}
+}  # fmt: skip
+WGMMA_ORDER_SHORT, WGMMA_ORDER_DIVIDED, WGMMA_ORDER_UNEVEN = (3, 9, 1.9, 2.0), (16, 1.3, 4.0), 2.0
 # Of rows that see a block of keys, on average: from so many on two blocks of threads go through them together; in a
 # fixed order wherever they can. Of an odd number of blocks of keys the last one is beside one that does not exist: from
 # so many on (by whether there is a fixed order, and a mask). In a fixed order without a mask, up to so many for each
@@ -287,34 +299,66 @@ def is_wide(problem: Problem) -> bool:
 
 def wgmma_backward(problem: Problem, chip: Chip) -> Tiles:
     """The blocks of cuda/sm90/fa2_backward.cu, or of fa2_backward_wide.cu; they fit."""
+    processors = chip.processors or WGMMA_PROCESSORS
+    if not problem.deterministic and _order_gains(problem, processors):
+        return replace(wgmma_backward(replace(problem, deterministic=True), chip), in_order=True)
     d, dv = padded(problem.d, WGMMA_SLAB), padded(problem.dv, WGMMA_SLAB)
     if is_wide(problem):
         found = (_wgmma_wide(problem, chip, d, dv, *stages) for stages in WGMMA_WIDE_STAGES)
         return next(tiles for tiles in found if tiles)
-    processors = chip.processors or WGMMA_PROCESSORS
     alone = _wgmma_keys(problem, chip, d, dv, 0)
     if not _can_be_fused(problem):
         return alone
     fused = _wgmma_keys(problem, chip, d, dv, max(int(WGMMA_FUSED_LAG * processors), 1))
     paired, band = dict(fused.constants)["PAIRED"], problem.has_band
     blocks = problem.B * problem.Hkv * -(-problem.Tk // fused.bc)
-    *least, divided = WGMMA_FUSED[problem.deterministic, band]
-    few = blocks < max(least[paired], divided if alone.divided.threads else 0) * processors
+    *fewest, divided = WGMMA_FUSED[problem.deterministic, band]
+    few = blocks < max(fewest[paired], divided if alone.divided.threads else 0) * processors
     # In a fixed order it takes longer from one turn to the next than a step of 64 rows, unless in pairs; where rows can
     # go down it does not
     slow = problem.deterministic and fused.br < WGMMA_BACKWARD_APART and not paired
     few_keys = _has_few_keys(problem, fused.bc)
-    singly = WGMMA_SUMS_SINGLY[not few_keys]
-    slow |= dict(alone.constants)["SUMS"] > 1 and (band or not paired or blocks <= singly * processors)
-    slow |= rows_down(problem) and blocks < WGMMA_DOWN_WAVES * processors
+    few_sums = blocks <= WGMMA_SUMS_SINGLY[not few_keys] * processors
+    slow |= dict(alone.constants)["SUMS"] > 1 and (band or not paired or few_sums)
+    waves = blocks / processors
+    least, most, *turns = WGMMA_DOWN_SINGLY
+    singly = least <= problem.group <= most and any(low < waves <= high for low, high in turns)
+    slow |= rows_down(problem) and (waves < WGMMA_DOWN_WAVES or singly)
     slow |= few_keys and _has_sums(problem, processors, fused.bc) and _are_apart(problem, alone.divided)
     # Of an odd number one more, which there is no room for, unless the last ones are divided, of many
     even = problem.B * problem.Hkv * padded(-(-problem.Tk // fused.bc), 2)
     no_room = -(-even // processors) > -(-blocks // processors)
     no_room &= not fused.divided.threads or blocks <= WGMMA_PAIRED_ROOM * processors
     slow |= problem.deterministic and bool(paired and not band) and no_room
-    slow |= _together(problem, paired) and not (problem.deterministic and paired)
+    slow |= _together(problem) and not paired
     return alone if few or slow or fused.smem_bytes > chip.on_chip_bytes else fused
+
+
+def _order_gains(problem: Problem, processors: int) -> bool:
+    """Is the kernel faster in a fixed order, though none is asked for?
+
+    Under a mask the same rows of query heads that share keys come together then, of many columns, too, and L2 holds
+    them; and the first of few blocks of keys that comes to some rows of dQ stores it. Without a mask the last blocks of
+    keys can be divided where V has more columns than K.
+    """
+    bc = WGMMA_WIDE if is_wide(problem) else WGMMA_BACKWARD_KEYS
+    keys, group = -(-problem.Tk // bc), problem.group
+    waves = problem.B * problem.Hkv * keys / processors
+    if problem.varlen or problem.ragged or not 1 / WGMMA_ORDER_UNEVEN <= problem.Tq / problem.Tk <= WGMMA_ORDER_UNEVEN:
+        return False
+    if not problem.has_band:
+        few, least, most = WGMMA_ORDER_DIVIDED
+        gains = _is_by_keys(problem) and problem.softcap is None and keys >= few
+        gains &= 1 < waves <= most and math.ceil(waves) >= least * waves
+        return gains and not _divided_by_heads(problem, processors, WGMMA_BACKWARD[128], bc).threads
+    if group == 1 or not _has_upper_end(problem):
+        return False
+    if is_wide(problem):
+        table = next(table for columns, table in WGMMA_ORDER_WIDE.items() if max(problem.d, problem.dv) <= columns)
+        return waves <= next(some for heads, some in table.items() if group >= heads)
+    heads, few, *two_turns = WGMMA_ORDER_SHORT
+    in_two = two_turns[0] < waves <= two_turns[1]  # who is in the second one waits for the first
+    return group >= heads and keys <= few and waves > 1 and not (in_two or _is_by_keys(problem))
 
 
 def _wgmma_keys(problem: Problem, chip: Chip, d: int, dv: int, lag: int) -> Tiles:
@@ -439,30 +483,47 @@ def _divided(blocks: int, rows: int, group: int, processors: int, together: int 
 def _divided_by_heads(problem: Problem, processors: int, br: int, bc: int) -> Divided:
     """All blocks of keys, where they are too few, into as many parts each as take least time: by query heads, and where
     that is not enough each head by rows."""
-    blocks, group = problem.B * problem.Hkv * -(-problem.Tk // bc), problem.group
-    lower, upper = problem.band.bounds()
-    longest = -(-min(problem.Tq, upper - lower + bc) // br)
-    average = _rows_of_keys(problem, bc) / br * group
+    heads, keys, group = problem.B * problem.Hkv, -(-problem.Tk // bc), problem.group
+    if not 0 < heads * keys < 2 * processors:
+        return Divided()
+    rows = [-(-rows_that_see(problem, j, bc) // br) for j in range(0, problem.Tk, bc)]
+    longest, average = max(rows), _rows_of_keys(problem, bc) / br * group
     uneven = average <= 0.8 * longest * group  # then long blocks of threads come first
+    shared = uneven and group > 1
+    begin, share = WGMMA_HEADS_COST
 
     def steps(parts: int) -> float:
-        most = -(-group // parts) * longest if parts < group else -(-longest // (parts // group))
-        if uneven and group <= WGMMA_HEADS_FEW:  # who is free takes the next one
+        """When the last multiprocessor is done."""
+        of_heads, of_rows = min(parts, group), max(parts // group, 1)
+        if shared:
+            each, more = br // WGMMA_ROWS, begin + share * (parts > 1)
+            some = [group * (n + 1) // of_heads - group * n // of_heads for n in range(of_heads)]
+            lengths = [(n * (r + 1) // of_rows - n * r // of_rows) * each * heads_of_part + more
+                       for n in rows for heads_of_part in some for r in range(of_rows)]  # fmt: skip
+            # Parts of more heads fall behind those of fewer, whose rows L2 then does not hold for them
+            return last_end(lengths, heads, heads, processors) * (WGMMA_HEADS_UNEVEN if group % of_heads else 1.0)
+        most = -(-group // of_heads) * -(-longest // of_rows)
+        if uneven:  # who is free takes the next one
             more = (WGMMA_DIVIDED_COST - 2 + parts) * (parts > 1) * WGMMA_ROWS / br
-            turns = blocks * parts / processors
-        else:  # who has a long one first has a short one then: two turns together are two of the average
+            turns = heads * keys * parts / processors
+        else:
             more = (WGMMA_DIVIDED_COST + parts / 2) * (parts > 1)
-            turns = -(-blocks * parts // (processors << uneven)) << uneven
+            turns = -(-heads * keys * parts // processors)
         return max(turns * (average / parts + more), most + more)
 
     # In a fixed order the last keys begin with rows of their own, for which nobody waits: so rows are not divided
-    rows = 1 if problem.deterministic and _has_upper_end(problem) else longest
-    most = max(min(WGMMA_HEADS_MOST, group * rows) if blocks < 2 * processors else 1, 1)
+    most = group * (1 if problem.deterministic and _has_upper_end(problem) else longest)
+    most = max(min(WGMMA_HEADS_MOST, most), 1)
     alike = not problem.has_band and problem.Tq <= 2 * problem.Tk
     if problem.deterministic and br == WGMMA_BACKWARD_APART and alike:  # many blocks of keys meet at few rows then
         most = min(most, max(WGMMA_HEADS_FEW, group))
-    parts = min((n for n in range(1, most + 1) if n < group or n % group == 0), key=steps)
-    return Divided(0, blocks, parts) if steps(parts) < WGMMA_HEADS_GAIN * steps(1) else Divided()
+    tried = [n for n in range(1, most + 1) if n < group or n % group == 0]
+    if shared:  # parts of as many heads, if these can be divided
+        even = [n for n in tried if group % min(n, group) == 0]
+        tried = even if any(1 < n < group for n in even) else tried
+    parts = min(tried, key=steps)
+    gain = 1.0 if shared else WGMMA_HEADS_GAIN
+    return Divided(0, heads * keys, parts) if steps(parts) < gain * steps(1) else Divided()
 
 
 def _has_sums(problem: Problem, processors: int, bc: int) -> bool:
@@ -609,11 +670,10 @@ def _levels(problem: Problem, processors: int, bc: int) -> Divided:
     return best
 
 
-def _together(problem: Problem, paired: int = 0) -> bool:
+def _together(problem: Problem) -> bool:
     """Does a block of threads of cuda/sm90/fa2_backward.cu go through the same rows of all query heads before the next
     ones? Under a mask it would be at another head than the others, and what all read and add to not be in L2."""
-    heads = WGMMA_TOGETHER[paired or problem.varlen]
-    return problem.has_band and _is_long(problem) and problem.group >= heads
+    return problem.has_band and _is_long(problem) and problem.group >= WGMMA_TOGETHER[problem.varlen]
 
 
 def rows_down(problem: Problem) -> bool:

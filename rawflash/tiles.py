@@ -113,6 +113,8 @@ class Tiles:
         Device memory for parts of pieces of work that these blocks share, so that they end together; 0: they do not.
     divided : Divided
         Only the backward pass of "wgmma": the last blocks of keys, each of which has several blocks of threads.
+    in_order : bool
+        Only there: dQ is added up in a fixed order, though none was asked for, as that is faster.
 
     Examples
     --------
@@ -144,6 +146,7 @@ class Tiles:
     lag: int = 0
     parts_bytes: int = 0
     divided: Divided = Divided()
+    in_order: bool = False
 
     @cached_property
     def smem_bytes(self) -> int:
@@ -179,6 +182,8 @@ class Tiles:
             lines.append(f"  keys in up to {self.parts} parts of {self.part_keys}, merged by their m and l")
         if self.parts_bytes:
             lines.append(f"  the last pieces of work shared by {self.grid} blocks of threads, {self.parts_bytes} bytes")
+        if self.in_order:
+            lines.append("  dQ added up in a fixed order, which is faster here")
         if self.lag:
             lines.append("  delta of later rows and dQ of earlier ones by two warps beside the products")
         if self.divided.threads:

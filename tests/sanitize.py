@@ -155,7 +155,7 @@ AS_THEY_ARE = {name: getattr(sm90, name) for name in (
     "WGMMA_FUSED_IN_ORDER", "WGMMA_FUSED_STORED", "WGMMA_PAIRED_ROWS", "WGMMA_PAIRED_ODD", "WGMMA_STORED",
     "WGMMA_STORED_HEADS", "WGMMA_TOGETHER", "WGMMA_SUMS", "WGMMA_SUMS_KEYS", "WGMMA_SUMS_ONCE", "WGMMA_SUMS_SHORT",
     "WGMMA_SUMS_ROWS", "WGMMA_SUMS_SINGLY", "WGMMA_SUMS_GROUP", "_divided", "_divided_by_heads", "_levels",
-    "_is_by_head",
+    "_is_by_head", "_order_gains",
 )}  # fmt: skip
 
 IN_ORDER = sections._section_in_order
@@ -164,9 +164,9 @@ IN_ORDER = sections._section_in_order
 def plan_for(name):
     """Let sm_90's own kernels have the calls that are named for them: else such small ones go to cuda/mma. And let
     blocks of threads prepare and finish rows of others where a name says so, and clear dQ's sums as in long calls."""
-    changed = {}
+    changed = {"_order_gains": lambda *_: False}
     if name.startswith("warpgroups"):
-        changed = {"WGMMA_FEWEST": 0.0, "WGMMA_STORED_HEADS": 0.0, "WGMMA_FUSED_KEYS": 1 << 30}
+        changed |= {"WGMMA_FEWEST": 0.0, "WGMMA_STORED_HEADS": 0.0, "WGMMA_FUSED_KEYS": 1 << 30}
     if "by heads" not in name:  # which such small ones are else
         changed |= {"_divided_by_heads": lambda *_: Divided(), "WGMMA_TOGETHER": {0: 1 << 30, 1: 1 << 30}}
     if "sums cleared" in name:

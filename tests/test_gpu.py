@@ -45,13 +45,14 @@ def as_large_ones(monkeypatch):
     monkeypatch.setattr(sm90, "WGMMA_TOGETHER", NEVER)
     monkeypatch.setattr(sm90, "WGMMA_SUMS", {256: (0.0, 0.0)})
     monkeypatch.setattr(sm90, "_divided_by_heads", lambda *_: Divided())
+    monkeypatch.setattr(sm90, "_order_gains", lambda *_: False)
 
 
 # Tests that plan for themselves, or are of what is planned
 PLANNED = (
     "test_keys_in_parts", "test_rows_of_whole_chunks", "test_the_first_dQ", "test_rows_that_others",
     "test_blocks_of_keys", "test_pairs", "test_a_thousand_calls", "test_many_packed",
-    "test_a_call_ends",
+    "test_a_call_ends", "test_a_fixed_order",
 )  # fmt: skip
 NEVER = {0: 1 << 30, 1: 1 << 30}
 FUSED_ROWS = ("WGMMA_FUSED_ROWS", "WGMMA_FUSED_IN_ORDER", "WGMMA_FUSED_STORED")
@@ -138,6 +139,24 @@ def test_a_call_ends_whatever_starts_on_the_device_say(d, causal, rng):
         out, lse = rf.attention_varlen(q, k, v, cu, cu, causal=causal, return_lse=True)
         gradients = rf.attention_varlen_backward(dout, q, k, v, out, lse, cu, cu, causal=causal, deterministic=True)
         assert [to_host(x).shape for x in gradients] == [q.shape] * 3
+
+
+@pytest.mark.parametrize("options", [
+    dict(Hq=16, Hkv=2, Tq=1500, d=256, causal=True), dict(Hq=4, Hkv=2, Tq=900, Tk=1300, d=192, dv=128, causal=True),
+    dict(B=9, Hq=16, Hkv=4, Tq=1000, d=128, causal=True), dict(Hq=10, Tq=2000, d=64, dv=128),
+], ids=["many columns", "two query heads", "few blocks of keys", "no mask"])  # fmt: skip
+def test_a_fixed_order_where_none_is_asked_for(options):
+    """As it is faster there: the gradients are right, and the bits are those of a call that asks for it."""
+    case = make(**dict(B=1, dtype="bfloat16") | options)
+    check(case, case.reference(), small_on_device=True)
+    gpu = on_gpu(case)
+    tiles = rf.explain(gpu.q, gpu.k, gpu.v, "backward", **gpu.options).tiles
+    if tiles.chip == "sm_90":
+        assert tiles.in_order
+        out, lse = gpu.forward()
+        first, *others = (gpu.backward(out, lse, **more) for more in ({}, {}, {"deterministic": True}))
+        for other in others:
+            assert all(np.array_equal(to_host(a), to_host(b)) for a, b in zip(first, other, strict=True))
 
 
 @pytest.mark.parametrize("name", ["few rows", "a triangle", "options", "padding"])

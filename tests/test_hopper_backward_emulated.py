@@ -127,6 +127,7 @@ def undivided(monkeypatch):
     monkeypatch.setattr(sm90, "WGMMA_TOGETHER", {0: 1 << 30, 1: 1 << 30})
     monkeypatch.setattr(sm90, "WGMMA_SUMS", {256: (0.0, 0.0)})
     monkeypatch.setattr(sm90, "WGMMA_DOWN_ROWS", 512)
+    monkeypatch.setattr(sm90, "_order_gains", lambda *_: False)
 
 
 @pytest.fixture(params=[False, True], ids=["forwards", "backwards"])

@@ -97,10 +97,14 @@ def device_by_name(request, monkeypatch):
     emulator.install(monkeypatch, backwards=len(request.node.name) % 2 == 1)
 
 
+ORDER_GAINS = sm90._order_gains
+
+
 @pytest.fixture(autouse=True)
 def one_sum(monkeypatch):
     """Calls here have few blocks of keys, and are to have what many have."""
     monkeypatch.setattr(sm90, "WGMMA_SUMS", {256: (0.0, 0.0)})
+    monkeypatch.setattr(sm90, "_order_gains", lambda *_: False)
 
 
 @pytest.fixture(autouse=True)
@@ -170,6 +174,21 @@ def test_deterministic(name, monkeypatch, taken, zeros, request):
     grouped = case.q.shape[-3] > case.k.shape[-3]  # rows go down then
     assert not (zeros[0][0]["LAST_FIRST"] and grouped)
     assert zeros[0][0]["FIRST_STORES"] and (zeros[0][1] >= 4 * 64 * 64) == bool(may_miss_rows)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("options, in_order", [
+    (dict(Hq=4, Hkv=2, Tq=300, d=192), True), (dict(Hq=5, Hkv=1, Tq=130, Tk=200, d=256), True),
+    (dict(Hq=2, Hkv=2, Tq=200, d=256), False),
+])  # fmt: skip
+def test_a_fixed_order_where_none_is_asked_for(options, in_order, deterministic, monkeypatch, device_by_name, taken):
+    """Where query heads share keys: by the kernel of those that ask for one, and with as many counters."""
+    monkeypatch.setattr(sm90, "_order_gains", ORDER_GAINS)
+    done, launched = [], fa2_backward._wgmma
+    monkeypatch.setattr(fa2_backward, "_wgmma", lambda problem, *rest: done.append(problem) or launched(problem, *rest))
+    case = prepared(dict(causal=True, B=1, deterministic=deterministic) | options, "bfloat16")
+    check(case, case.reference())
+    assert taken and [problem.deterministic for problem in done] == [in_order or deterministic] * len(done)
 
 
 @pytest.mark.parametrize("name", [

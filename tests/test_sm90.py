@@ -235,7 +235,7 @@ def test_pieces_that_begin_in_turn():
     (dict(B=16, Tq=1024, Tk=1024, deterministic=True), 1), (dict(B=32, Tq=512, Tk=512, deterministic=True), 0),
     (dict(causal=True, B=16, Tq=1024, Tk=1024), 0), (dict(ragged=True), 0), (dict(sinks=True), 0),
     (dict(d=64, dv=64), 0), (dict(dv=64), 0), (dict(d=256, dv=256), 0), (dict(Hq=4, Hkv=4), 1),
-    (dict(Hq=32, Hkv=4, causal=True), 0), (dict(Hq=32, Hkv=8, causal=True), 1),
+    (dict(Hq=32, Hkv=4, causal=True), 1), (dict(Hq=32, Hkv=8, causal=True), 1),
     # An odd number of blocks of keys
     (dict(Tk=2560), 1), (dict(Tk=2432), 0), (dict(Tk=2688), 1), (dict(causal=True, Tq=4224, Tk=4224), 0),
     (dict(causal=True, Tq=4450, Tk=4450), 1), (dict(Tk=1152, deterministic=True), 1),
@@ -517,7 +517,7 @@ def test_few_blocks_of_keys_are_divided_by_heads(options, divided):
     tiles = plan_tiles(problem(**(fixed | options)), H200, "backward")
     constants = dict(tiles.constants)
     if constants.get("FUSED"):
-        assert options.get("Hkv", 7) > 4 and tiles.divided[:3] == divided
+        assert options.get("Hkv", 7) >= 4 and tiles.divided[:3] == divided
     else:
         assert tiles.divided[:3] == divided and constants.get("TOGETHER", 0) == (divided[1] > 0 or "causal" in options)
     assert not (constants.get("STORES") and constants.get("TOGETHER"))
@@ -539,7 +539,7 @@ def test_blocks_of_keys_of_uneven_lengths_are_divided(heads, T, d, parts, in_ord
 
 
 @pytest.mark.parametrize("heads, T, d, parts, in_order", [
-    ((16, 4), 512, 64, 4, 4), ((10, 5), 2048, 64, 2, 3), ((24, 12), 1024, 64, 2, 2), ((24, 6), 1500, 128, 4, 4),
+    ((16, 4), 512, 64, 8, 4), ((10, 5), 2048, 64, 2, 3), ((24, 12), 1024, 64, 2, 2), ((24, 6), 1500, 128, 4, 4),
     ((16, 4), 3000, 64, 4, 3), ((24, 6), 4096, 128, 2, 2), ((64, 8), 3000, 128, 4, 4), ((96, 3), 4096, 128, 8, 8),
     ((6, 3), 3000, 128, 4, 4),
 ])  # fmt: skip
@@ -552,29 +552,93 @@ def test_blocks_of_keys_of_few_query_heads_are_divided(heads, T, d, parts, in_or
 
 
 @pytest.mark.parametrize("options, together, fused", [
-    (dict(), 0, 1), (dict(Hkv=8), 0, 1), (dict(Hkv=4), 1, 0), (dict(Hkv=8, Tq=2048, Tk=2048), 1, 0),
-    (dict(Hkv=16, Tq=2048, Tk=2048), 0, 1), (dict(Hkv=4, causal=False), 0, 1), (dict(Hkv=4, deterministic=True), 0, 1),
+    (dict(), 0, 1), (dict(Hkv=8), 0, 1), (dict(Hkv=4), 0, 1), (dict(Hkv=8, Tq=2048, Tk=2048), 1, 0),
+    (dict(Hkv=4, Tq=3072, Tk=3072), 1, 0), (dict(Hkv=16, Tq=2048, Tk=2048), 0, 1),
+    (dict(Hkv=4, causal=False), 0, 1), (dict(Hkv=4, deterministic=True), 0, 1),
     (dict(B=1, Hq=64, Hkv=8, Tq=3328, Tk=3328, deterministic=True), 1, 0),
-    (dict(Hkv=8, window=(500, 0)), 1, 0), (dict(Hkv=4, d=64, dv=64), 1, 0), (dict(Hkv=4, B=64, Tq=512, Tk=512), 0, 0),
+    (dict(Hkv=8, window=(500, 0)), 1, 0), (dict(Hkv=4, d=64, dv=64), 1, 0), (dict(Hkv=16, B=64, Tq=512, Tk=512), 0, 0),
     (dict(Hkv=8, Tq=2048, Tk=2048, varlen=True), 0, 0), (dict(Hkv=4, varlen=True), 1, 0),
 ])  # fmt: skip
 def test_rows_of_many_query_heads_come_together(options, together, fused):
-    """Under a mask, from four on; from eight where there would be pairs, or sequences are packed; in a fixed order not
-    in pairs; in short calls the first dQ is stored."""
+    """Under a mask, from four on, from eight where sequences are packed; not in pairs; in short calls the first dQ is
+    stored."""
     fixed = dict(B=8, Hq=32, Hkv=32, Tq=4096, Tk=4096, d=128, dv=128, dtype="bfloat16", backend="cupy_raw", causal=True)
     tiles = plan_tiles(problem(**(fixed | options)), H200, "backward")
     constants = dict(tiles.constants)
-    assert (constants["TOGETHER"], constants["FUSED"], constants["DIVIDED"] * together) == (together, fused, 0)
+    assert (constants["TOGETHER"], constants["FUSED"]) == (together, fused)
+
+
+@pytest.mark.parametrize("processors, divided", [(4, (0, 2, 2)), (2, (0, 0, 1)), (1, (0, 0, 1))])
+def test_parts_that_are_done_first(processors, divided):
+    """Two query heads, blocks of keys of four and of two blocks of rows. A block of threads takes 4 steps more than it
+    has, one that shares a block of keys 7: whole, 12 and 8 steps; by heads, twice 11 and twice 9; heads by rows, four
+    times 9 and four times 8."""
+    asked = problem(B=1, Hq=2, Hkv=1, T=256, d=128, dtype="bfloat16", backend="cupy_raw", causal=True)
+    assert sm90._divided_by_heads(asked, processors, 64, 128)[:3] == divided
+
+
+@pytest.mark.parametrize("heads, B, T, d, parts", [
+    ((8, 1), 1, 5120, 64, 8), ((8, 1), 1, 6144, 64, 8), ((16, 2), 2, 2944, 128, 4), ((12, 4), 1, 5120, 128, 3),
+    ((20, 4), 1, 2048, 128, 5), ((32, 2), 1, 2304, 64, 8), ((48, 6), 1, 3328, 128, 4), ((24, 2), 1, 1536, 128, 12),
+    ((28, 4), 1, 2048, 128, 4), ((36, 9), 1, 3072, 128, 1),
+])  # fmt: skip
+def test_parts_of_query_heads_that_share_keys(heads, B, T, d, parts):
+    """As measured (bench/notes/sm90.md, run AN): of as many query heads each, unless these are seven."""
+    fixed = dict(B=B, Hq=heads[0], Hkv=heads[1], Tq=T, Tk=T, d=d, dv=d, dtype="bfloat16", backend="cupy_raw")
+    assert plan_tiles(problem(**fixed, causal=True), H200, "backward").divided.parts == parts
+
+
+def test_long_calls_are_planned_by_some_of_their_blocks(monkeypatch):
+    """Not in time that grows with them."""
+    asked, seen = sm90.rows_that_see, []
+    monkeypatch.setattr(sm90, "rows_that_see", lambda *of: seen.append(of) or asked(*of))
+    call = problem(B=1, Hq=8, Hkv=1, T=1 << 29, d=128, dtype="bfloat16", backend="cupy_raw", causal=True)
+    assert plan_tiles(call, H200, "backward").family == "wgmma" and 0 < len(seen) < 1000
+
+
+@pytest.mark.parametrize("options, in_order", [
+    # Many columns: by query heads of a key head, and by blocks of keys for each multiprocessor
+    (dict(), True), (dict(B=8), True), (dict(B=32), False), (dict(Hq=10, T=8192), True), (dict(Hq=10, B=32), False),
+    (dict(Hq=4), True), (dict(Hq=4, T=8192), False), (dict(Hq=8, T=8192), False), (dict(Hq=2), False),
+    (dict(d=192, dv=128, B=32), True), (dict(d=192, dv=128, Hq=8, B=8), True), (dict(d=192, dv=128, Hq=8, B=16), False),
+    (dict(d=192, dv=128, Hq=6, B=2), True), (dict(d=192, dv=128, Hq=6, B=8), False),
+    # Only where the band has an upper end alone, all rows and keys are known, and about as many
+    (dict(causal=False), False), (dict(window=(500, 0)), False), (dict(varlen=True), False), (dict(ragged=True), False),
+    (dict(Tk=4096), True), (dict(Tk=4160), False), (dict(Tq=4160), False),
+    # Few columns, few blocks of keys in more than one turn, but not in two whole ones
+    (dict(d=128, dv=128, Hkv=4, B=9, T=1024), True), (dict(d=128, dv=128, Hkv=4, B=8, T=1024), False),
+    (dict(d=128, dv=128, Hkv=4, B=9, T=1280), False), (dict(d=128, dv=128, Hkv=4, B=4, T=1024), False),
+    (dict(d=128, dv=128, Hkv=8, B=9, T=1024), False), (dict(d=64, dv=64, Hkv=4, B=9, T=1024), True),
+    (dict(d=64, dv=128, Hkv=4, B=9, T=1024), False),
+    # More columns of V than of K, no mask: where most multiprocessors would have nothing to do in the end
+    (dict(d=64, dv=128, causal=False, Hq=10, Hkv=10), True), (dict(d=64, dv=128, causal=False, Hkv=16), False),
+    (dict(d=64, dv=128, causal=False, Hq=20, Hkv=20, T=1024), False), (dict(d=64, dv=64, causal=False, Hkv=10), False),
+    (dict(d=64, dv=128, causal=False, Hq=10, Hkv=10, softcap=1.0), False),
+    (dict(d=64, dv=128, causal=False, Hq=4, Hkv=4, T=5120), False),  # divided anyway
+])  # fmt: skip
+def test_a_fixed_order_where_none_is_asked_for(options, in_order):
+    """As measured (bench/notes/sm90.md, run AN), and then just as where one is."""
+    fixed = dict(B=1, Hq=16, Hkv=2, T=2048, d=256, dv=256, dtype="bfloat16", backend="cupy_raw", causal=True) | options
+    T = fixed.pop("T")
+    asked = problem(**(dict(Tq=T, Tk=T) | fixed))
+    tiles = plan_tiles(asked, H200, "backward")
+    assert tiles.family == "wgmma" and tiles.in_order == in_order == ("in a fixed order" in str(tiles))
+    other = plan_tiles(replace(asked, deterministic=True), H200, "backward")
+    assert not other.in_order
+    if in_order:
+        assert replace(tiles, in_order=False) == other
 
 
 @pytest.mark.parametrize("group, B, T, down", [
     (1, 8, 2048, False), (2, 8, 2048, False), (2, 8, 2176, False), (4, 8, 8192, False), (3, 8, 4608, False),
     (8, 8, 30000, False), (4, 8, 512, True), (4, 8, 384, True), (4, 8, 256, False),
-    # Few blocks of keys for each multiprocessor
+    # Few blocks of keys for each multiprocessor, or a few more than two or four; three to five query heads
+    (3, 1, 5120, True), (4, 1, 5120, True), (5, 1, 9216, True), (6, 1, 5120, False),
+    (4, 1, 4096, False), (4, 1, 6144, False), (4, 1, 8192, False), (4, 2, 5376, False),
     (4, 2, 2048, False), (4, 2, 1536, True), (4, 1, 2048, True), (8, 1, 3072, True), (8, 1, 3456, False),
 ])  # fmt: skip
 def test_rows_of_grouped_heads_go_down_in_a_fixed_order(group, B, T, down):
-    """As measured (bench/notes/sm90.md, runs AG and AK): otherwise in pairs, or the last keys first."""
+    """As measured (bench/notes/sm90.md, runs AG, AK and AN): otherwise in pairs, or the last keys first."""
     fixed = dict(B=B, Hq=8 * group, Hkv=8, Tq=T, Tk=T, d=128, dv=128, dtype="bfloat16", backend="cupy_raw", causal=True)
     constants = dict(plan_tiles(problem(**fixed, deterministic=True), H200, "backward").constants)
     assert (constants["TOGETHER"], constants["LAST_FIRST"]) == ((1, 0) if down else (0, 1))
