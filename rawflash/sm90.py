@@ -488,7 +488,7 @@ def _divided_by_heads(problem: Problem, processors: int, br: int, bc: int) -> Di
         return Divided()
     rows = [-(-rows_that_see(problem, j, bc) // br) for j in range(0, problem.Tk, bc)]
     longest, average = max(rows), _rows_of_keys(problem, bc) / br * group
-    uneven = average <= 0.8 * longest * group  # then long blocks of threads come first
+    uneven = problem.has_band and average <= 0.8 * longest * group  # then long blocks of threads come first
     shared = uneven and group > 1
     begin, share = WGMMA_HEADS_COST
 

@@ -37,7 +37,7 @@ import numpy as np
 
 from rawflash.masks import EMPTY, FULL, Visibility
 from rawflash.problem import Problem
-from rawflash.tiles import FEW, FEW_MMA, IJ, JI, RESIDENT, Tiles
+from rawflash.tiles import FEW, FEW_MMA, IJ, JI, RESIDENT, WGMMA, Tiles
 from rawflash.tiling import key_ranges, parts_of
 
 ROW_STATISTICS = ("m", "l", "lse", "dlse", "gamma")
@@ -312,7 +312,8 @@ def traffic(
     call = _Call(problem, tiles, visited, dlse, "sinks" in wrt, *_part_rows(problem, tiles, visibility))
     bias, masked = _bias_elements(problem, visited), visited.masked
     dbias = bias if "bias" in wrt else 0
-    if (problem.algorithm, direction) == ("fa2", "backward") and problem.deterministic:
+    in_passes = problem.deterministic and tiles.family != WGMMA  # whose blocks take turns at dQ, in one
+    if (problem.algorithm, direction) == ("fa2", "backward") and in_passes:
         swapped = visits(problem, tiles.bc, tiles.br, visibility)
         bias, masked = bias + _bias_elements(problem, swapped), masked + swapped.masked
         _fa2_backward_deterministic(call, swapped)

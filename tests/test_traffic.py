@@ -18,7 +18,7 @@ from rawflash.backends.numpy_tiled.memory import Memory
 from rawflash.errors import TileError
 from rawflash.hardware import chip_of
 from rawflash.problem import Problem, check
-from rawflash.tiles import FEW_MMA, Tiles
+from rawflash.tiles import FEW_MMA, WGMMA, Tiles
 from rawflash.tiling import DAO_BACKWARD_BLOCKS, plan_tiles
 from rawflash.traffic import Traffic, traffic, visits
 
@@ -236,6 +236,8 @@ def test_flops_of_the_slides():
     assert traffic(fa2, tiles, "backward").flops == traffic(p, tiles, "backward").flops
     again = 4 * 64 * 64 * 8 + 4 * 64 * 64 + 2 * 64 * 8  # S and dP, their two operations each, gamma
     assert traffic(twice, tiles, "backward").flops == traffic(fa2, tiles, "backward").flops + again
+    in_turn = replace(tiles, family=WGMMA)
+    assert traffic(twice, in_turn, "backward") == traffic(fa2, in_turn, "backward") == traffic(fa2, tiles, "backward")
 
 
 def test_causal_visits_the_lower_triangle():
