@@ -27,6 +27,7 @@ from rawflash.problem import (
     check_jvp,
     check_parts,
     known,
+    with_seed,
 )
 from rawflash.tiles import Tiles
 from rawflash.tiling import plan_tiles
@@ -493,14 +494,16 @@ def merge_attention(outs: Sequence[Any], lses: Sequence[Any]) -> tuple[Any, Any]
 
 
 def _prepared(problem: Problem, x: Operands, direction: str) -> tuple[Callable[..., None], Problem, Tiles]:
-    """The kernel, the call as it is done, and its tiles: looked up and planned once for calls that share a memo."""
+    """The kernel, the call as it is done, and its tiles: looked up and planned once for calls that share a memo, which
+    differ in their seeds."""
     found = x.memo.get(direction)
     if found is None:
         kernel, chip = lookup(problem, direction, x.device)
         tiles = plan_tiles(problem, chip, direction)
-        done = replace(problem, deterministic=problem.deterministic or tiles.in_order)
-        found = x.memo[direction] = kernel, done, tiles
-    return found
+        in_order = replace(problem, deterministic=True) if tiles.in_order else None
+        found = x.memo[direction] = kernel, tiles, in_order
+    kernel, tiles, in_order = found
+    return kernel, problem if in_order is None else with_seed(in_order, problem.seed), tiles
 
 
 def _forward(problem: Problem, x: Operands) -> Any:

@@ -855,7 +855,8 @@ def _template(x: Operands, *per_call: str) -> type[Operands]:
     return type("Operands", (Operands,), {name: value for name, value in vars(x).items() if name not in per_call})
 
 
-def _with_seed(problem: Problem, seed: int) -> Problem:
+def with_seed(problem: Problem, seed: int) -> Problem:
+    """The same call with this seed."""
     return problem if problem.seed == seed else replace(problem, seed=seed)
 
 
@@ -880,7 +881,7 @@ def _check_on_cpu(given: dict[str, Any]) -> tuple[Problem, Operands]:
             _remember(key, (problem, _template(x, *_MATRICES, *_STATISTICS, "visibility"), x.visibility.band))
         return problem, x
     problem, template, band = found
-    problem, x = _with_seed(problem, _seed(given.get("seed", 0))), template.__new__(template)
+    problem, x = with_seed(problem, _seed(given.get("seed", 0))), template.__new__(template)
     for name in _MATRICES:
         array = given.get(name)
         setattr(x, name, None if array is None else arrays.heads_first(array, problem.layout))
@@ -939,7 +940,7 @@ def _check_on_gpu(given: dict[str, Any]) -> tuple[Problem, Operands]:
             _remember(key, (problem, _template(x, *_PER_CALL)))
     else:
         problem, template = found
-        problem, x = _with_seed(problem, seed), template.__new__(template)
+        problem, x = with_seed(problem, seed), template.__new__(template)
         x.addresses = source.addresses
         x.out, x.keep, x.borrowed, x.waits = given.get("out"), source.keep, source.borrowed, source.waits
     if x.target is not None and arrays.overlaps_input(x):

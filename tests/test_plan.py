@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import rawflash as rf
-from rawflash import hardware, tiling, traffic
+from rawflash import api, hardware, tiling, traffic
 from rawflash.backends import lookup, why_not
 from rawflash.plan import Plan, plan, size_text
 from rawflash.problem import Problem, check
@@ -260,3 +260,23 @@ def test_a_backend_without_tiles_for_a_call_could_not_run_it(direction):
         if not could:
             with pytest.raises(rf.TileError):
                 rf.attention(q, k, k, sram=sram, backend="numba_cpu")
+
+
+@pytest.mark.parametrize("in_order", [False, True])
+def test_calls_that_share_a_plan_have_their_own_seeds(in_order, monkeypatch, rng):
+    """And a fixed order where the plan says so, backward."""
+    q, k, v, dout = rng.standard_normal((4, 1, 2, 9, 4))
+    seen, kernel_of = [], api.lookup
+
+    def lookup(problem, direction, device):
+        kernel, chip = kernel_of(problem, direction, device)
+        return lambda problem, *rest: seen.append((problem.seed, problem.deterministic)) or kernel(problem, *rest), chip
+
+    monkeypatch.setattr(api, "lookup", lookup)
+    monkeypatch.setattr(api, "plan_tiles", lambda *of: replace(tiling.plan_tiles(*of), in_order=in_order))
+    monkeypatch.setattr("rawflash.problem._MEMO", {})
+    out, lse = rf.attention(q, k, v, return_lse=True, dropout=0.5, seed=1)
+    seen.clear()
+    for seed in (1, 2, 2**64 - 1, 1):
+        rf.attention_backward(dout, q, k, v, out, lse, dropout=0.5, seed=seed)
+    assert seen == [(seed, in_order) for seed in (1, 2, 2**64 - 1, 1)]
