@@ -500,10 +500,11 @@ def _prepared(problem: Problem, x: Operands, direction: str) -> tuple[Callable[.
     if found is None:
         kernel, chip = lookup(problem, direction, x.device)
         tiles = plan_tiles(problem, chip, direction)
-        in_order = replace(problem, deterministic=True) if tiles.in_order else None
-        found = x.memo[direction] = kernel, tiles, in_order
-    kernel, tiles, in_order = found
-    return kernel, problem if in_order is None else with_seed(in_order, problem.seed), tiles
+        found = x.memo[direction] = kernel, tiles
+        if tiles.in_order:
+            x.memo["in order"] = replace(problem, deterministic=True)
+    kernel, tiles = found
+    return kernel, with_seed(x.memo["in order"], problem.seed) if tiles.in_order else problem, tiles
 
 
 def _forward(problem: Problem, x: Operands) -> Any:

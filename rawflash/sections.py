@@ -75,7 +75,8 @@ def _section(problem: Problem, tiles: Tiles, heads: int, key_blocks: int) -> int
     threads for each, or with many keys, more or fewer heads, if fewer multiprocessors are idle in the end.
 
     Deterministic, blocks of keys of one head wait for each other: so heads are taken in turn without a band, too, and
-    more of them where a band has a lower end, or by how many turns they come in (:func:`_section_in_order`).
+    more of them where a band has a lower end, or by how many turns they come in (:func:`_section_in_order`). So they
+    are where query heads share keys, whose rows come together (:func:`_section_of_shared`).
     """
     band = problem.has_band
     if not (band or problem.deterministic):
@@ -130,7 +131,7 @@ def _section_in_order(problem: Problem, tiles: Tiles, heads: int, key_blocks: in
     """
     band, constants = problem.has_band, dict(tiles.constants)
     paired = constants.get("PAIRED", 0)
-    if constants.get("TOGETHER") and not band:  # all blocks of keys have so many blocks of threads
+    if constants.get("TOGETHER") and not band:  # each block of keys counts as often as it has blocks of threads
         key_blocks *= tiles.divided.parts
     waves, two_turns = heads * key_blocks / WGMMA_PROCESSORS, max(int(TWO_WAVES * WGMMA_PROCESSORS) // key_blocks, 1)
     if problem.varlen and not band:

@@ -60,9 +60,10 @@ WGMMA_DIVIDED_MOST, WGMMA_DIVIDED_COST = 8, 6.0
 # All blocks of keys, where they are few: among so many at most, and of the time without it so much at most. In a fixed
 # order without a mask up to so many, or as there are query heads of a key head. Where these share keys under a mask,
 # when all are done is simulated: what a block of threads costs, and more where it shares a block of keys, in steps; how
-# much longer parts of unlike numbers of heads take.
+# much longer parts of unlike numbers of heads take (as parts that were not timed are tried, too, more is asked of them
+# where heads can be divided evenly). There any gain is enough.
 WGMMA_HEADS_MOST, WGMMA_HEADS_GAIN, WGMMA_HEADS_FEW = 16, 0.9, 4
-WGMMA_HEADS_COST, WGMMA_HEADS_UNEVEN = (4.0, 3.0), 1.05
+WGMMA_HEADS_COST, WGMMA_HEADS_UNEVEN = (4.0, 3.0), (1.05, 1.15)
 # Query heads of a key head from which on, under a mask, the same rows of all of them come together, if not in pairs (by
 # whether sequences are packed). Where rows or keys are more than so many.
 WGMMA_TOGETHER, WGMMA_TOGETHER_ROWS = {False: 4, True: 8}, 512
@@ -109,14 +110,14 @@ WGMMA_SUMS_ROWS, WGMMA_SUMS_WAVES, WGMMA_SUMS_SINGLY, WGMMA_SUMS_UNLIKE = (12.0,
 WGMMA_DIAGONAL, WGMMA_DIAGONAL_KEYS = (0.85, 1.3, 1.5), 32
 WGMMA_DIAGONAL_COST, WGMMA_DIAGONAL_TRIED = (128.0, 192.0, 64.0), 64
 # A fixed order where none is asked for (by the wider of d and dv): with so many query heads of a key head or more, up
-# to so many blocks of keys for each multiprocessor. Of fewer columns with so many query heads and up to so many blocks
-# of keys, in more than one turn, but not from and up to so many. Without a mask from so many blocks of keys on where so
-# many times as many turns as needed are begun, up to so many; with at most so many times as many rows as keys, or keys
-# as rows.
+# to so many blocks of keys for each multiprocessor. Of fewer columns with so many query heads, from and up to so many
+# blocks of keys, in more than one turn, but not from and up to so many. Without a mask from so many blocks of keys on
+# where so many times as many turns as needed are begun, up to so many; with at most so many times as many rows as keys,
+# or keys as rows.
 WGMMA_ORDER_WIDE: dict[int, dict[int, float]] = {
     192: {5: math.inf, 4: 5.0, 2: 1.5}, 256: {8: 8.0, 5: 6.0, 2: 1.8}
 }  # fmt: skip
-WGMMA_ORDER_SHORT, WGMMA_ORDER_DIVIDED, WGMMA_ORDER_UNEVEN = (3, 9, 1.9, 2.0), (16, 1.3, 4.0), 2.0
+WGMMA_ORDER_SHORT, WGMMA_ORDER_DIVIDED, WGMMA_ORDER_UNEVEN = (3, 3, 9, 1.9, 2.0), (16, 1.3, 4.0), 2.0
 # Of rows that see a block of keys, on average: from so many on two blocks of threads go through them together; in a
 # fixed order wherever they can. Of an odd number of blocks of keys the last one is beside one that does not exist: from
 # so many on (by whether there is a fixed order, and a mask). In a fixed order without a mask, up to so many for each
@@ -219,7 +220,7 @@ def wgmma_takes_backward(problem: Problem, chip: Chip, direction: str) -> bool:
         and problem.boxes
         and problem.dtype in ("float16", "bfloat16")
         and all(0 < n <= WGMMA_BACKWARD_MOST and n % 8 == 0 for n in (problem.d, problem.dv))
-        and 0 < min(problem.Tq, problem.Tk) <= max(problem.Tq, problem.Tk) < MMA_LONGEST
+        and 0 < min(problem.B, problem.Tq, problem.Tk) <= max(problem.Tq, problem.Tk) < MMA_LONGEST
         and MMA_SCALES[0] < problem.scale < MMA_SCALES[1]
         and MMA_SCALES[0] < problem.scale / (problem.softcap or 1.0) < MMA_SCALES[1]
         and (problem.softcap or 1.0) < MMA_SCALES[1]
@@ -350,15 +351,17 @@ def _order_gains(problem: Problem, processors: int) -> bool:
         few, least, most = WGMMA_ORDER_DIVIDED
         gains = _is_by_keys(problem) and problem.softcap is None and keys >= few
         gains &= 1 < waves <= most and math.ceil(waves) >= least * waves
+        gains = gains and _has_sums(replace(problem, deterministic=True), processors, bc)  # else they are not divided
         return gains and not _divided_by_heads(problem, processors, WGMMA_BACKWARD[128], bc).threads
     if group == 1 or not _has_upper_end(problem):
         return False
     if is_wide(problem):
         table = next(table for columns, table in WGMMA_ORDER_WIDE.items() if max(problem.d, problem.dv) <= columns)
         return waves <= next(some for heads, some in table.items() if group >= heads)
-    heads, few, *two_turns = WGMMA_ORDER_SHORT
+    heads, least, most, *two_turns = WGMMA_ORDER_SHORT
     in_two = two_turns[0] < waves <= two_turns[1]  # who is in the second one waits for the first
-    return group >= heads and keys <= few and waves > 1 and not (in_two or _is_by_keys(problem))
+    short = least <= keys <= most and problem.Tq <= problem.Tk  # and all rows see keys
+    return group >= heads and short and waves > 1 and not (in_two or _is_by_keys(problem))
 
 
 def _wgmma_keys(problem: Problem, chip: Chip, d: int, dv: int, lag: int) -> Tiles:
@@ -486,23 +489,22 @@ def _divided_by_heads(problem: Problem, processors: int, br: int, bc: int) -> Di
     heads, keys, group = problem.B * problem.Hkv, -(-problem.Tk // bc), problem.group
     if not 0 < heads * keys < 2 * processors:
         return Divided()
-    rows = [-(-rows_that_see(problem, j, bc) // br) for j in range(0, problem.Tk, bc)]
+    rows = tuple(-(-rows_that_see(problem, j, bc) // br) for j in range(0, problem.Tk, bc))
     longest, average = max(rows), _rows_of_keys(problem, bc) / br * group
     uneven = problem.has_band and average <= 0.8 * longest * group  # then long blocks of threads come first
-    shared = uneven and group > 1
-    begin, share = WGMMA_HEADS_COST
+    # In a fixed order the last keys begin with rows of their own, for which nobody waits: so rows are not divided
+    most = group * (1 if problem.deterministic and _has_upper_end(problem) else longest)
+    most = max(min(WGMMA_HEADS_MOST, most), 1)
+    alike = not problem.has_band and problem.Tq <= 2 * problem.Tk
+    if problem.deterministic and br == WGMMA_BACKWARD_APART and alike:  # many blocks of keys meet at few rows then
+        most = min(most, max(WGMMA_HEADS_FEW, group))
+    if uneven and group > 1:
+        parts = _parts_done_first(rows, heads, group, br // WGMMA_ROWS, most, processors)
+        return Divided(0, heads * keys, parts) if parts > 1 else Divided()
 
     def steps(parts: int) -> float:
         """When the last multiprocessor is done."""
-        of_heads, of_rows = min(parts, group), max(parts // group, 1)
-        if shared:
-            each, more = br // WGMMA_ROWS, begin + share * (parts > 1)
-            some = [group * (n + 1) // of_heads - group * n // of_heads for n in range(of_heads)]
-            lengths = [(n * (r + 1) // of_rows - n * r // of_rows) * each * heads_of_part + more
-                       for n in rows for heads_of_part in some for r in range(of_rows)]  # fmt: skip
-            # Parts of more heads fall behind those of fewer, whose rows L2 then does not hold for them
-            return last_end(lengths, heads, heads, processors) * (WGMMA_HEADS_UNEVEN if group % of_heads else 1.0)
-        most = -(-group // of_heads) * -(-longest // of_rows)
+        most = -(-group // min(parts, group)) * -(-longest // max(parts // group, 1))
         if uneven:  # who is free takes the next one
             more = (WGMMA_DIVIDED_COST - 2 + parts) * (parts > 1) * WGMMA_ROWS / br
             turns = heads * keys * parts / processors
@@ -511,19 +513,32 @@ def _divided_by_heads(problem: Problem, processors: int, br: int, bc: int) -> Di
             turns = -(-heads * keys * parts // processors)
         return max(turns * (average / parts + more), most + more)
 
-    # In a fixed order the last keys begin with rows of their own, for which nobody waits: so rows are not divided
-    most = group * (1 if problem.deterministic and _has_upper_end(problem) else longest)
-    most = max(min(WGMMA_HEADS_MOST, most), 1)
-    alike = not problem.has_band and problem.Tq <= 2 * problem.Tk
-    if problem.deterministic and br == WGMMA_BACKWARD_APART and alike:  # many blocks of keys meet at few rows then
-        most = min(most, max(WGMMA_HEADS_FEW, group))
-    tried = [n for n in range(1, most + 1) if n < group or n % group == 0]
-    if shared:  # parts of as many heads, if these can be divided
-        even = [n for n in tried if group % min(n, group) == 0]
-        tried = even if any(1 < n < group for n in even) else tried
-    parts = min(tried, key=steps)
-    gain = 1.0 if shared else WGMMA_HEADS_GAIN
-    return Divided(0, heads * keys, parts) if steps(parts) < gain * steps(1) else Divided()
+    parts = min(_numbers_of_parts(group, most), key=steps)
+    return Divided(0, heads * keys, parts) if steps(parts) < WGMMA_HEADS_GAIN * steps(1) else Divided()
+
+
+def _numbers_of_parts(group: int, most: int) -> list[int]:
+    """Of so many query heads at most so many: each has some of these, or some rows of one."""
+    return [n for n in range(1, most + 1) if n < group or n % group == 0]
+
+
+@lru_cache(1024)
+def _parts_done_first(rows: tuple[int, ...], heads: int, group: int, each: int, most: int, processors: int) -> int:
+    """Into how many parts blocks of keys are divided, which have so many blocks of ``rows`` of ``group`` query heads,
+    of so many steps ``each``: the number with which the last multiprocessor is done first."""
+    begin, share = WGMMA_HEADS_COST
+    can_be_divided = any(group % n == 0 for n in range(2, group))
+
+    def end(parts: int) -> float:
+        of_heads, of_rows, more = min(parts, group), max(parts // group, 1), begin + share * (parts > 1)
+        some = [group * (n + 1) // of_heads - group * n // of_heads for n in range(of_heads)]
+        lengths = [(n * (r + 1) // of_rows - n * r // of_rows) * each * heads_of_part + more
+                   for n in rows for heads_of_part in some for r in range(of_rows)]  # fmt: skip
+        # Parts of more heads fall behind those of fewer, whose rows L2 then does not hold for them
+        behind = WGMMA_HEADS_UNEVEN[can_be_divided] if group % of_heads else 1.0
+        return last_end(lengths, heads, heads, processors) * behind
+
+    return min(_numbers_of_parts(group, most), key=end)
 
 
 def _has_sums(problem: Problem, processors: int, bc: int) -> bool:

@@ -240,7 +240,7 @@ def test_pairs_and_several_sums(options, plan):
     (dict(Hq=12, Hkv=2, B=3, T=6144), 6), (dict(Hq=72, Hkv=9, B=2, T=3904), 9), (dict(Hq=4, Hkv=2, B=8, T=7424), 8),
     (dict(Hq=64, Hkv=8, B=3, T=2816, d=64), 12), (dict(Hq=60, Hkv=30, T=8960, d=96), 6),
     (dict(Hq=128, Hkv=16, B=3, T=2624, d=64, dv=128), 16), (dict(Hq=15, Hkv=5, T=16384), 5),
-    (dict(Hq=6, Hkv=3, T=12864), 3),
+    (dict(Hq=6, Hkv=3, T=12864), 3), (dict(Hq=60, Hkv=20, T=16384), 20),
     (dict(Hq=30, Hkv=5, B=3, T=3392), 15), (dict(Hq=256, Hkv=1, B=9, T=8192), 1),
     # Others as ever: few blocks of keys, one query head each, rows of others alone, many columns, bands, packed ones
     (dict(Hq=64, Hkv=8, T=1024, d=64), 0), (dict(Hq=12, B=3, T=6144), 0), (dict(Hq=90, Hkv=30, B=4, T=1600), 0),

@@ -588,6 +588,29 @@ def test_parts_of_query_heads_that_share_keys(heads, B, T, d, parts):
     assert plan_tiles(problem(**fixed, causal=True), H200, "backward").divided.parts == parts
 
 
+@pytest.mark.parametrize("T", [1024, 2048, 4096])
+def test_no_other_number_of_parts_is_much_better(T):
+    """Of any number of heads, by going through the grid: those whose parts are of as many heads are preferred, by as
+    much as they may be worse."""
+    for group in (*range(2, 40), 51, 58, 62, 74, 128):
+        fixed = dict(B=1, Hq=group, Hkv=1, T=T, d=128, dtype="bfloat16", backend="cupy_raw", causal=True)
+
+        def end(parts, group=group):
+            heads = [group * (n + 1) // parts - group * n // parts for n in range(min(parts, group))]
+            return sm90.last_end([(T - j) // 64 * n + 7 for j in range(0, T, 128) for n in heads], 1, 1, 132)
+
+        found = plan_tiles(problem(**fixed), H200, "backward").divided.parts
+        assert found >= group or end(found) <= 1.16 * min(end(n) for n in range(2, min(group, 17)))
+
+
+@pytest.mark.parametrize("d, dv", [(64, 64), (128, 128), (256, 256), (64, 128)])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_empty_batches_are_those_of_other_kernels(d, dv, causal, deterministic):
+    fixed = dict(B=0, Hq=8, Hkv=2, T=2048, d=d, dv=dv, dtype="bfloat16", backend="cupy_raw")
+    assert plan_tiles(problem(**fixed, causal=causal, deterministic=deterministic), H200, "backward").family != "wgmma"
+
+
 def test_long_calls_are_planned_by_some_of_their_blocks(monkeypatch):
     """Not in time that grows with them."""
     asked, seen = sm90.rows_that_see, []
@@ -612,9 +635,12 @@ def test_long_calls_are_planned_by_some_of_their_blocks(monkeypatch):
     (dict(d=64, dv=128, Hkv=4, B=9, T=1024), False),
     # More columns of V than of K, no mask: where most multiprocessors would have nothing to do in the end
     (dict(d=64, dv=128, causal=False, Hq=10, Hkv=10), True), (dict(d=64, dv=128, causal=False, Hkv=16), False),
-    (dict(d=64, dv=128, causal=False, Hq=20, Hkv=20, T=1024), False), (dict(d=64, dv=64, causal=False, Hkv=10), False),
+    (dict(d=64, dv=128, causal=False, Hq=10, Hkv=10, T=1920), False), (dict(d=64, dv=64, causal=False, Hkv=10), False),
     (dict(d=64, dv=128, causal=False, Hq=10, Hkv=10, softcap=1.0), False),
     (dict(d=64, dv=128, causal=False, Hq=4, Hkv=4, T=5120), False),  # divided anyway
+    (dict(d=64, dv=128, causal=False, Hq=64, T=18304), False),  # not divided in an order either: too many bytes of sums
+    # Few rows, and rows that see no key
+    (dict(d=128, dv=128, B=200, T=64), False), (dict(d=128, dv=128, Hkv=4, B=20, Tq=768, Tk=512), False),
 ])  # fmt: skip
 def test_a_fixed_order_where_none_is_asked_for(options, in_order):
     """As measured (bench/notes/sm90.md, run AN), and then just as where one is."""
