@@ -280,3 +280,15 @@ def test_calls_that_share_a_plan_have_their_own_seeds(in_order, monkeypatch, rng
     for seed in (1, 2, 2**64 - 1, 1):
         rf.attention_backward(dout, q, k, v, out, lse, dropout=0.5, seed=seed)
     assert seen == [(seed, in_order) for seed in (1, 2, 2**64 - 1, 1)]
+
+
+def test_a_call_is_done_by_the_plan_in_its_memo(rng):
+    """As ``bench/traffic.py`` gives one: a kernel and tiles."""
+    q, k, v = rng.standard_normal((3, 1, 2, 40, 4))
+    problem, x = check(q, k, v, backend="numpy_tiled")
+    kernel, chip = lookup(problem, "forward", None)
+    tiles = replace(tiling.plan_tiles(problem, chip, "forward"), br=8, bc=16)
+    given = []
+    x.memo = {"forward": (lambda problem, tiles, *rest: given.append(tiles) or kernel(problem, tiles, *rest), tiles)}
+    np.testing.assert_allclose(api._forward(problem, x), rf.oracle.attention(q, k, v))
+    assert given == [tiles]
