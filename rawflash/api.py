@@ -499,12 +499,14 @@ def _prepared(problem: Problem, x: Operands, direction: str) -> tuple[Callable[.
     found = x.memo.get(direction)
     if found is None:
         kernel, chip = lookup(problem, direction, x.device)
-        tiles = plan_tiles(problem, chip, direction)
-        found = x.memo[direction] = kernel, tiles
-        if tiles.in_order:
-            x.memo["in order"] = replace(problem, deterministic=True)
+        found = x.memo[direction] = kernel, plan_tiles(problem, chip, direction)
     kernel, tiles = found
-    return kernel, with_seed(x.memo["in order"], problem.seed) if tiles.in_order else problem, tiles
+    if tiles.in_order:
+        in_order = x.memo.get("in order")
+        if in_order is None:
+            in_order = x.memo["in order"] = replace(problem, deterministic=True)
+        problem = with_seed(in_order, problem.seed)
+    return kernel, problem, tiles
 
 
 def _forward(problem: Problem, x: Operands) -> Any:

@@ -504,14 +504,14 @@ def _divided_by_heads(problem: Problem, processors: int, br: int, bc: int) -> Di
 
     def steps(parts: int) -> float:
         """When the last multiprocessor is done."""
-        most = -(-group // min(parts, group)) * -(-longest // max(parts // group, 1))
+        most_of_one = -(-group // min(parts, group)) * -(-longest // max(parts // group, 1))
         if uneven:  # who is free takes the next one
             more = (WGMMA_DIVIDED_COST - 2 + parts) * (parts > 1) * WGMMA_ROWS / br
             turns = heads * keys * parts / processors
         else:
             more = (WGMMA_DIVIDED_COST + parts / 2) * (parts > 1)
             turns = -(-heads * keys * parts // processors)
-        return max(turns * (average / parts + more), most + more)
+        return max(turns * (average / parts + more), most_of_one + more)
 
     parts = min(_numbers_of_parts(group, most), key=steps)
     return Divided(0, heads * keys, parts) if steps(parts) < WGMMA_HEADS_GAIN * steps(1) else Divided()

@@ -282,13 +282,19 @@ def test_calls_that_share_a_plan_have_their_own_seeds(in_order, monkeypatch, rng
     assert seen == [(seed, in_order) for seed in (1, 2, 2**64 - 1, 1)]
 
 
-def test_a_call_is_done_by_the_plan_in_its_memo(rng):
+@pytest.mark.parametrize("in_order", [False, True])
+def test_a_call_is_done_by_the_plan_in_its_memo(in_order, rng):
     """As ``bench/traffic.py`` gives one: a kernel and tiles."""
     q, k, v = rng.standard_normal((3, 1, 2, 40, 4))
     problem, x = check(q, k, v, backend="numpy_tiled")
     kernel, chip = lookup(problem, "forward", None)
-    tiles = replace(tiling.plan_tiles(problem, chip, "forward"), br=8, bc=16)
+    tiles = replace(tiling.plan_tiles(problem, chip, "forward"), br=8, bc=16, in_order=in_order)
     given = []
-    x.memo = {"forward": (lambda problem, tiles, *rest: given.append(tiles) or kernel(problem, tiles, *rest), tiles)}
+
+    def noted(problem, tiles, *rest):
+        given.append((problem.deterministic, tiles))
+        kernel(problem, tiles, *rest)
+
+    x.memo = {"forward": (noted, tiles)}
     np.testing.assert_allclose(api._forward(problem, x), rf.oracle.attention(q, k, v))
-    assert given == [tiles]
+    assert given == [(in_order, tiles)]
