@@ -44,6 +44,8 @@ class Case:
         Who is measured beside us, see :mod:`bench.peers`.
     extra : bool
         Extra memory is reported beside the time.
+    deterministic : bool
+        Ours are measured in a fixed order, too.
     what : str
         Only "overhead": which call.
     """
@@ -66,6 +68,7 @@ class Case:
     algorithms: tuple[str, ...] = ("fa2",)
     peers: tuple[str, ...] = ()
     extra: bool = False
+    deterministic: bool = False
     what: str = ""
 
     @cached_property
@@ -87,7 +90,7 @@ class Case:
         if self.packed:
             least, most = min(self.packed), max(self.packed)
             parts.append(f"packed{len(self.packed)}" + (f"x{most}" if least == most else f"of{least}to{most}"))
-        parts += ["causal"] * self.causal
+        parts += ["causal"] * self.causal + ["deterministic"] * self.deterministic
         return "/".join(parts)
 
     @property
@@ -211,6 +214,16 @@ def _packed() -> list[Case]:
     return both_ways(*(usual(d, TOKENS, Hkv=Hkv, packed=lengths, peers=peers) for d, Hkv, lengths in sizes))
 
 
+def _order() -> list[Case]:
+    """Backward passes in a fixed order: the grid, other head dimensions, and query heads that share keys."""
+    sizes = [*(usual(d, T) for d, T in GRID), *(usual(96, T, H=16) for T in (2048, 8192))]
+    sizes += [replace(usual(192, T, H=16), dv=128) for T in (2048, 8192)]
+    sizes += [usual(128, T, B=B, H=32, Hkv=Hkv) for Hkv in (8, 1) for T, B in ((2048, 4), (8192, 1))]
+    sizes += [usual(256, T, Hkv=2) for T in (2048, 8192)]
+    how = dict(direction="backward", deterministic=True)
+    return [replace(case, causal=causal, **how) for case in sizes for causal in MASKS]
+
+
 def _few() -> list[Case]:
     """Few rows of few heads and long keys: fewer blocks of rows than a device has multiprocessors."""
     sizes = [(128, 16, (17, 64, 128, 256)), (64, 32, (17, 64, 128, 256)), (128, 4, (17, 128))]
@@ -261,6 +274,7 @@ _GROUPS: dict[str, list[Case]] = {
     "decode": _decode(),
     "numba": _numba(),
     "ragged": _ragged(),
+    "order": _order(),
     "packed": _packed(),
     "few": _few(),
     "overhead": [Case(measure="overhead", what=what, dtype="float32",

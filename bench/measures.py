@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import itertools
 import json
 import multiprocessing
 import os
@@ -153,7 +154,8 @@ class Setup:
 def runners(case: Case, backends: Iterable[str] | None = None, peers: Iterable[str] | None = None) -> list[Runner]:
     """Ours and peers of a case; of those named only."""
     chosen = [name for name in case.backends if backends is None or name in backends]
-    ours: list[Runner] = [Ours(backend, algorithm) for backend in chosen for algorithm in case.algorithms]
+    orders = (False, True) if case.deterministic else (False,)
+    ours: list[Runner] = [Ours(*how) for how in itertools.product(chosen, case.algorithms, orders)]
     return ours + [PEERS[name] for name in case.peers if peers is None or name in peers]
 
 

@@ -86,15 +86,15 @@ class Runner:
 
 
 class Ours(Runner):
-    """A backend and an algorithm of rawflash."""
+    """A backend and an algorithm of rawflash; ``deterministic``: backward passes in a fixed order."""
 
     dtypes = tuple(ITEMSIZE)
     packs = True
     directions = ("forward", "backward", "decode")
 
-    def __init__(self, backend: str, algorithm: str = "fa2") -> None:
-        self.backend, self.algorithm = backend, algorithm
-        self.name = backend if algorithm == "fa2" else f"{backend} {algorithm}"
+    def __init__(self, backend: str, algorithm: str = "fa2", deterministic: bool = False) -> None:
+        self.backend, self.algorithm, self.deterministic = backend, algorithm, deterministic
+        self.name = " ".join([backend, *[algorithm] * (algorithm != "fa2"), *["deterministic"] * deterministic])
         self.device = "cpu" if backend in ("numba_cpu", "numpy_tiled") else "gpu"
         self.queue = "cpu" if self.device == "cpu" else "cupy"
         self.sram: int | None = None
@@ -134,16 +134,17 @@ class Ours(Runner):
         import rawflash as rf
 
         x, options = self.arrays(x), self.options(case)
+        backward = options | ({"deterministic": True} if self.deterministic else {})
         if case.packed:
             packed = (x.q[0], x.k[0], x.v[0])
             starts = dict(cu_seqlens_q=x.starts, cu_seqlens_k=x.starts)
             if case.direction == "forward":
                 return lambda: rf.attention_varlen(*packed, **starts, **options)
             out, lse = rf.attention_varlen(*packed, **starts, return_lse=True, **options)
-            return lambda: rf.attention_varlen_backward(x.dout[0], *packed, out, lse, **starts, **options)
+            return lambda: rf.attention_varlen_backward(x.dout[0], *packed, out, lse, **starts, **backward)
         if case.direction == "backward":
             out, lse = rf.attention(x.q, x.k, x.v, return_lse=True, **options)
-            return lambda: rf.attention_backward(x.dout, x.q, x.k, x.v, out, lse, **options)
+            return lambda: rf.attention_backward(x.dout, x.q, x.k, x.v, out, lse, **backward)
         if case.direction == "forward" or self.device == "cpu":
             return lambda: rf.attention(x.q, x.k, x.v, **options)
         import cupy
@@ -168,6 +169,7 @@ class Ours(Runner):
 
         x, options = self.arrays(x), self.options(case) | options
         direction = "backward" if case.direction == "backward" else "forward"
+        options |= {"deterministic": True} if self.deterministic and direction == "backward" else {}
         k, v, *table = x.blocks or (x.k, x.v)
         if case.direction == "decode":
             lengths = [case.Tk] * case.B

@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import math
 import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -229,11 +230,12 @@ def problem(row: Row) -> str:
     c = row["case"]
     heads = f"H = {c['Hq']}" + (f", Hkv = {c['Hkv']}" if c["Hkv"] != c["Hq"] else "")
     rows = "" if c["Tq"] == c["Tk"] or c["direction"] == "decode" else f"{c['Tq']} x "
-    words = [f"B = {c['B']}, {heads}, T = {rows}{c['Tk']}, d = {c['d']}"]
+    columns = f"d = {c['d']}" + (f" / {c['dv']}" if c.get("dv", c["d"]) != c["d"] else "")
+    words = [f"B = {c['B']}, {heads}, T = {rows}{c['Tk']}, {columns}"]
     packed = c.get("packed", ())
     if packed:
         alike = len(set(packed)) == 1
-        words = [f"{len(packed)} of {packed[0] if alike else f'{min(packed)} to {max(packed)}'}, {heads}, d = {c['d']}"]
+        words = [f"{len(packed)} of {packed[0] if alike else f'{min(packed)} to {max(packed)}'}, {heads}, {columns}"]
     words += ["causal"] * c["causal"] + [f"blocks of {c['page']}"] * bool(c["page"])
     return ", ".join(words)
 
@@ -298,6 +300,25 @@ def dense(results: Results) -> Made:
             cells.append(text + EARLIER * ("earlier" in figures))
         lines.append([f"{row['case']['direction']}, {row['case']['dtype']}", problem(row), *cells])
     return table(["pass", "problem", *runners], lines), results.and_before(rows)
+
+
+def order(results: Results) -> Made:
+    """Speed without a fixed order and in one, and what its time is by that without."""
+    rows, lines = [row for row in results.of(GROUPS["order"]) if has_figures(row)], []
+    old = earlier(results, rows)
+    costs: dict[str, list[float]] = {"burst": [], "sustained": []}
+    for row in rows:
+        some, *others = mine(row).values()
+        cells = [" / ".join(number(speed(figures, when)) for when in costs) for figures in (some, *others)]
+        by = [others[0][f"{when}_us"][1] / some[f"{when}_us"][1] for when in costs]
+        for found, cost in zip(costs.values(), by, strict=True):
+            found.append(cost)
+        lines.append([problem(row) + old[row["name"]], *cells, " / ".join(f"{cost:.2f}" for cost in by)])
+    head = ["problem", "cupy_raw", "deterministic", "its time by that without"]
+    means = (f"{math.prod(some) ** (1 / len(some)):.3f}" for some in costs.values() if some)
+    most = (f"{max(some):.2f}" for some in costs.values() if some)
+    said = f"Of {len(rows)}: geometric mean {' / '.join(means)}, at most {' / '.join(most)}."
+    return f"{table(head, lines)}\n\n{said}", rows
 
 
 def memory(group: str) -> Maker:
@@ -512,6 +533,7 @@ TABLES: dict[str, tuple[str, Maker]] = {  # name of a block: whose rows, and wha
     "grid-fp16": ("gpu", speeds_of("grid-fp16")),
     "gqa": ("gpu", speeds_of("gqa")),
     "ragged": ("gpu", speeds_of("ragged")),
+    "order": ("gpu", order),
     "packed": ("gpu", speeds_of("packed")),
     "few": ("gpu", speeds_of("few")),
     "float32": ("gpu", speeds_of("float32")),

@@ -43,8 +43,8 @@ def test_grid_is_complete():
 
 def test_groups_and_patterns():
     wanted = {"grid", "grid-fp16", "gqa", "float32", "float64", "dense", "decode", "numba", "overhead", "start",
-              "sweep", "memory", "ragged", "packed", "few", "cpu", "cpu-decode", "cpu-start", "cpu-memory", "cpu-sweep",
-              "quick"}  # fmt: skip
+              "sweep", "memory", "ragged", "packed", "order", "few", "cpu", "cpu-decode", "cpu-start", "cpu-memory",
+              "cpu-sweep", "quick"}  # fmt: skip
     assert wanted == set(GROUPS) and all(GROUPS.values())
     assert all(CASES[name].device == "cpu" for group in GROUPS for name in GROUPS[group]
                if group.startswith("cpu") or group == "quick")  # fmt: skip
@@ -55,6 +55,29 @@ def test_groups_and_patterns():
     for case in CASES.values():
         assert set(case.peers) <= set(peers.PEERS) and case.measure in measures.MEASURES
         assert "numba_cuda" in case.backends or "numba" not in [g for g, names in GROUPS.items() if case.name in names]
+
+
+def test_the_order_of_additions_to_dQ_is_measured_both_ways():
+    """Of the grid, of head dimensions with kernels of their own, and of query heads that share keys."""
+    cases = [CASES[name] for name in GROUPS["order"]]
+    assert all(case.direction == "backward" and case.name.endswith("/deterministic") for case in cases)
+    grid = {CASES[name] for name in GROUPS["grid"] if name.startswith("backward")}
+    assert {case.name for case in grid} < {case.name.removesuffix("/deterministic") for case in cases}
+    assert {(case.d, case.dv) for case in cases} == {(64, 64), (96, 96), (128, 128), (192, 128), (256, 256)}
+    assert {case.Hq // case.Hkv for case in cases} == {1, 4, 32}
+    assert [runner.name for runner in measures.runners(cases[0])] == ["cupy_raw", "cupy_raw deterministic"]
+    assert [runner.name for runner in measures.runners(replace(cases[0], deterministic=False))] == ["cupy_raw"]
+
+
+def test_a_runner_asks_for_an_order_backward_alone(monkeypatch):
+    case = replace(TINY, direction="backward", deterministic=True)
+    asked = []
+    monkeypatch.setattr(rf, "attention_backward", lambda *_, **options: asked.append(options.get("deterministic")))
+    for runner in measures.runners(case, peers=()):
+        x = inputs.make(case)
+        runner.prepare(case, x)()  # of which the forward pass is rf.attention's, which has no such option
+        assert runner.plan(case, x)["kernel"].startswith("numba_cpu")
+    assert asked == [None, True]
 
 
 def test_floating_point_operations():
@@ -908,6 +931,25 @@ def test_tables_of_variants(root):
     assert "| no turns | 1.50 |" in backward and "one Q" not in backward
     page.write_text(page.read_text().replace("| 1.50 |", "| 1.51 |", 1))
     assert report.main(["--check"], root) == 1
+
+
+def test_what_a_fixed_order_costs(root):
+    """Its time by that without one, of each call, of all, and at most."""
+    folder = root / "bench" / "results"
+    path = synthetic(folder, names=GROUPS["order"][:3])
+    rows = record.read(path)
+    for n, row in enumerate(rows["rows"]):
+        without, ordered = row["runners"].values()
+        for key, cost in (("burst_us", 1 + n / 10), ("sustained_us", 1.5)):
+            ordered[key] = [cost * x for x in without[key]]
+    record.write(path, rows)
+    made, of = report.TABLES["order"][1](report.load(folder)["gpu"])
+    lines = made.splitlines()
+    assert len(of) == 3 and lines[0] == "| problem | cupy_raw | deterministic | its time by that without |"
+    assert [line.split("|")[-2].strip() for line in lines[2:5]] == ["1.00 / 1.50", "1.10 / 1.50", "1.20 / 1.50"]
+    assert lines[2].startswith("| B = 32, H = 32, T = 512, d = 64 |")
+    assert lines[-1] == f"Of 3: geometric mean {1.32 ** (1 / 3):.3f} / 1.500, at most 1.20 / 1.50."
+    assert "192 / 128" in report.problem({"case": vars(CASES["backward/bfloat16/d192v128/T2048/B8H16/deterministic"])})
 
 
 def test_newest_row_of_one_device(root):
