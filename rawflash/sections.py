@@ -28,12 +28,13 @@ BLOCK_ROWS = 128  # with as many a block of threads would be busy for as long as
 TWO_WAVES = 2.1  # blocks of keys for each multiprocessor that come in two turns, or nearly
 # Where dQ has several sums: bytes of these. Blocks of keys for each multiprocessor that one section has at most, if it
 # is the only one, under a mask (up to and above so many keys), and bytes of its sums, by whether d or dv is above
-# WGMMA_SLAB. Without a mask so many blocks. Under one, if there are other sections, so many (of more than 192 columns
-# where query heads share fewer blocks of keys than KEYS_DOWN); up to what part of the least time simpler choices are
-# preferred; how many of 16 blocks of keys are LATE (sm90/backward.cuh): half where a section has up to TWO_WAVES; and
-# for how many rows these wait for each other where they begin.
+# WGMMA_SLAB; where query heads share keys not more than so many. Without a mask so many blocks. Under one, if there are
+# other sections, so many (of more than 192 columns where query heads share fewer blocks of keys than KEYS_DOWN); up to
+# what part of the least time simpler choices are preferred; how many of 16 blocks of keys are LATE (sm90/backward.cuh):
+# half where a section has up to TWO_WAVES; and for how many rows these wait for each other where they begin.
 SECTION_SUMS, SUMS_LONG, SUMS_NO_MASK = 96 << 20, 4096, 3.5
 SUMS_ALONE = {False: (5.2, 9.5, 120 << 20), True: (3.5, 6.6, 96 << 20)}
+SUMS_ALONE_SHARED = 100 << 20
 SUMS_WAVES, SUMS_GAIN = (3.0, 2.25), 1.03
 LATE, LATE_TURN = (8, 11, 13, 14), 48.0
 # In the only section, of 16; of many columns, from so many blocks of keys for each multiprocessor on, so many. In steps
@@ -41,19 +42,25 @@ LATE, LATE_TURN = (8, 11, 13, 14), 48.0
 # costs to begin and to end a block of threads. What part of the time it has to save that another number is late than
 # half, for each of 16 blocks of keys, and that fewer are.
 LATE_ALONE, LATE_WIDE, TURN_STEPS, BLOCK_STEPS, LATE_GAIN = range(4, 15), (3.5, 11), 1.35, 4.5, (0.00125, 0.01)
-# Query heads in turn, where rows go down in a fixed order: so many, but so many blocks of keys for each multiprocessor
-# (of more columns with fewer blocks of keys of a head than so many), in sections alike. Of more columns all up to so
-# many of these, and up to so many as many as come in two turns.
-HEADS_DOWN, TURNS_DOWN, KEYS_DOWN, TURNS_WIDE = (64, 8), (2.0, 1.75), 48, (2.6, 4.0)
-# In pairs under a mask, all heads, from and up to so many blocks of keys for each multiprocessor; of these, from and up
-# to so many, more than half of them, so that sections are not alike. Where query heads share keys, half of those that
-# come in more than two turns up to so many, all of others up to so many, of more as many as come in two turns; where
-# fewer than WGMMA_HEADS_FEW share them, five eighths from and up to so many.
-# With fewer blocks of keys than so many, where these are more, those that come in four turns.
-SECTION_PAIRED, SECTION_UNLIKE, SECTION_SHARED, SECTION_FEW_KEYS = (3.0, 6.0), (4.0, 5.2), (3.6, 6.6), 24
-SECTION_FEW_SHARE = (4.0, 4.6)
+# Query heads in turn, where rows go down in a fixed order: so many, but so many blocks of threads for each
+# multiprocessor (where blocks of keys are not divided, and where they are), in sections alike. Of more columns so many
+# of these (where a head has fewer blocks of keys than so many, and where it has more, but not above 192 columns with
+# more than WGMMA_HEADS_FEW query heads of a key head), all up to so many, and up to so many as many as come in two
+# turns.
+HEADS_DOWN, TURNS_DOWN = (64, 8), (2.0, 2.5)
+TURNS_DOWN_WIDE, KEYS_DOWN, TURNS_WIDE = (1.75, 3.6), 48, (2.6, 4.0)
+# In pairs under a mask, all heads, from and up to so many blocks of keys for each multiprocessor, where a head has many
+# blocks of keys (two pairs: fewer of each, more of the other); of these, from and up to so many, more than half of
+# them, so that sections are not alike. With fewer blocks of keys than so many, from so many for each multiprocessor on,
+# those that come in four turns.
+SECTION_PAIRED, SECTION_UNLIKE, SECTION_FEW_KEYS = ((64, 3.0), (48, 5.5), 8.0), (4.0, 5.2), (24, 6.0)
+# Where query heads share keys, half of those that come in more than two turns up to so many, all of others up to so
+# many (of so many blocks of keys of a head, up to so many), of more as many as come in two turns; where fewer than
+# WGMMA_HEADS_FEW share them, five eighths from and up to so many.
+SECTION_SHARED, SECTION_SHARED_LONG, SECTION_FEW_SHARE = (3.6, 6.6), (96, 4.4), (4.0, 4.6)
 # Without a mask, of SECTION_KEYS and more, all up to so many. Up to so many blocks of keys of a head (of many columns
-# any), where query heads share these, sections have fewer heads: L2 holds the rows of all of them.
+# any), where query heads share these, sections have fewer heads, where more than WGMMA_HEADS_FEW do also those that
+# come in two turns: L2 holds the rows of all of them.
 SECTION_NO_MASK, SHARED_KEYS = 8.0, 12
 # Without an order, where query heads share keys under a mask, and those are more than so many blocks: as many heads as
 # come in so many turns, or as have so many query heads in all (if more than two share keys), up to so many of these.
@@ -131,7 +138,7 @@ def _section_in_order(problem: Problem, tiles: Tiles, heads: int, key_blocks: in
     """
     band, constants = problem.has_band, dict(tiles.constants)
     paired = constants.get("PAIRED", 0)
-    if constants.get("TOGETHER") and not band:  # each block of keys counts as often as it has blocks of threads
+    if constants.get("TOGETHER"):  # each block of keys counts as often as it has blocks of threads
         key_blocks *= tiles.divided.parts
     waves, two_turns = heads * key_blocks / WGMMA_PROCESSORS, max(int(TWO_WAVES * WGMMA_PROCESSORS) // key_blocks, 1)
     if problem.varlen and not band:
@@ -139,8 +146,11 @@ def _section_in_order(problem: Problem, tiles: Tiles, heads: int, key_blocks: in
     if rows_down(problem) and not tiles.lag:
         wide = is_wide(problem)
         most = max(HEADS_DOWN[wide] // problem.group, 1)
-        if not wide or key_blocks < KEYS_DOWN and not problem.varlen:
-            most = max(most, int(TURNS_DOWN[wide] * WGMMA_PROCESSORS) // key_blocks)
+        long = wide and key_blocks >= KEYS_DOWN
+        far = long and max(problem.d, problem.dv) > 3 * WGMMA_SLAB and problem.group > WGMMA_HEADS_FEW
+        if not (far or wide and problem.varlen):
+            turns = TURNS_DOWN_WIDE[long] if wide else TURNS_DOWN[tiles.divided.threads > 0]
+            most = max(most, int(turns * WGMMA_PROCESSORS) // key_blocks)
         if wide and waves <= TURNS_WIDE[1] and not problem.varlen:
             most = heads if waves <= TURNS_WIDE[0] else two_turns
         return most if problem.varlen else _alike(heads, most)
@@ -149,14 +159,17 @@ def _section_in_order(problem: Problem, tiles: Tiles, heads: int, key_blocks: in
             return -(-heads // 2)
         if SECTION_FEW_SHARE[0] < waves <= SECTION_FEW_SHARE[1] and problem.group < WGMMA_HEADS_FEW:
             return -(-5 * heads // 8)
-        return heads if waves <= SECTION_SHARED[1] else two_turns
+        many, some = SECTION_SHARED_LONG
+        return heads if waves <= (some if key_blocks >= many else SECTION_SHARED[1]) else two_turns
     if band:
-        few = SECTION_PAIRED[0] < waves <= SECTION_PAIRED[1] and key_blocks >= 2 * SECTION_KEYS
-        if paired and few:
+        *least, most_waves = SECTION_PAIRED
+        if paired and waves <= most_waves and any(key_blocks >= keys and waves > some for keys, some in least):
             return heads // 2 + 1 if SECTION_UNLIKE[0] < waves <= SECTION_UNLIKE[1] else heads
-        in_four = paired and waves > SECTION_PAIRED[1] and key_blocks < SECTION_FEW_KEYS
+        in_four = paired and key_blocks < SECTION_FEW_KEYS[0] and waves > SECTION_FEW_KEYS[1]
         return _alike(heads, 2 * two_turns) if in_four else 0
-    if waves <= TWO_WAVES or paired and key_blocks >= SECTION_KEYS and waves <= SECTION_NO_MASK:
+    many_share = problem.group > WGMMA_HEADS_FEW and key_blocks <= SHARED_KEYS and waves > 1
+    at_once = many_share and not (paired or constants.get("TOGETHER") or is_wide(problem))
+    if not at_once and waves <= TWO_WAVES or paired and key_blocks >= SECTION_KEYS and waves <= SECTION_NO_MASK:
         return heads
     if paired or is_wide(problem) or waves > SECTION_WAVES:
         return 0
@@ -204,6 +217,7 @@ def _section_of_sums(problem: Problem, tiles: Tiles, heads: int, key_blocks: int
         most = int(at_once * waves) // (problem.group if shared and heads > at_once else 1)
         return _alike(heads, min(held, most)), 0
     *turns, nbytes = SUMS_ALONE[many]
+    nbytes = nbytes if group == 1 else min(nbytes, SUMS_ALONE_SHARED)
     if heads <= min(max(nbytes // of_head, 1), at_once * turns[problem.Tk > SUMS_LONG]):
         return heads, _late_alone(problem, tiles, heads, key_blocks, group, residues)
     steps = [rows_that_see(problem, j, tiles.bc) * group + BLOCK_ROWS for j in range(0, problem.Tk, tiles.bc)]

@@ -47,8 +47,8 @@ WGMMA_BACKWARD_STAGES, WGMMA_BACKWARD_S = {64: 3, 128: 2}, 2  # blocks of Q and 
 # Blocks of threads prepare and finish rows of others while they compute: from so many of them for each multiprocessor
 # (by whether there is a fixed order, and a mask: singly; in pairs; and at least where all would be divided by heads
 # else) and so many blocks of keys on, and where at least so many rows see one, on average (by the wider of d and dv);
-# so many multiprocessors' blocks later and earlier. In a fixed order from more rows on: without this the first one to
-# add stores, and there is less to gain.
+# so many multiprocessors' blocks later and earlier. In a fixed order from more rows on (without a mask, of whole
+# blocks): without this the first one to add stores, and there is less to gain.
 WGMMA_FUSED = {(False, False): (0.0, 0.0, 0.5), (False, True): (4.0, 1.9, 0.0),
                (True, False): (4.0, 0.0, 0.0), (True, True): (4.0, 0.4, 1.2)}  # fmt: skip
 WGMMA_FUSED_KEYS, WGMMA_FUSED_LAG = 4, 1.0
@@ -58,12 +58,14 @@ NO_SUMS = {"SUMS": 1, "RESIDUES": 1, "DIAGONAL": 0}
 # Blocks of threads that the last blocks of keys are divided among, at most, and what one more costs, in steps.
 WGMMA_DIVIDED_MOST, WGMMA_DIVIDED_COST = 8, 6.0
 # All blocks of keys, where they are few: among so many at most, and of the time without it so much at most. In a fixed
-# order without a mask up to so many, or as there are query heads of a key head. Where these share keys under a mask,
-# when all are done is simulated: what a block of threads costs, and more where it shares a block of keys, in steps; how
-# much longer parts of unlike numbers of heads take (as parts that were not timed are tried, too, more is asked of them
-# where heads can be divided evenly). There any gain is enough.
-WGMMA_HEADS_MOST, WGMMA_HEADS_GAIN, WGMMA_HEADS_FEW = 16, 0.9, 4
-WGMMA_HEADS_COST, WGMMA_HEADS_UNEVEN = (4.0, 3.0), (1.05, 1.15)
+# order without a mask up to so many (twice as many where up to so many query heads share keys), or as there are query
+# heads of a key head; and of the time that it takes to divide the last ones by rows instead so much at most. Where
+# query heads share keys under a mask, when all are done is simulated: what a block of threads costs, and more where it
+# shares a block of keys, in steps; how much longer parts of unlike numbers of heads take (as parts that were not timed
+# are tried, too, more is asked of them where heads can be divided evenly); of how many heads one is at most in a fixed
+# order. There any gain is enough.
+WGMMA_HEADS_MOST, WGMMA_HEADS_GAIN, WGMMA_HEADS_FEW, WGMMA_HEADS_ROWS = 16, 0.9, 4, 1.12
+WGMMA_HEADS_COST, WGMMA_HEADS_UNEVEN, WGMMA_HEADS_IN_ORDER = (4.0, 3.0), (1.05, 1.15), 4
 # Query heads of a key head from which on, under a mask, the same rows of all of them come together, if not in pairs (by
 # whether sequences are packed). Where rows or keys are more than so many.
 WGMMA_TOGETHER, WGMMA_TOGETHER_ROWS = {False: 4, True: 8}, 512
@@ -87,6 +89,8 @@ WGMMA_SUMS_HEADS = {False: {16: 2.0}, True: {8: 3.2, 16: 2.0}}
 # below on up to so many; with up to so many, where there would be from and up to so many for each multiprocessor.
 WGMMA_SUMS_KEYS, WGMMA_SUMS_PARTS, WGMMA_SUMS_FEW, WGMMA_SUMS_LATE = 8, (4, 6), 0.25, 3.0
 WGMMA_SUMS_USUAL, WGMMA_SUMS_ONCE = 12, (0.85, 1.0)
+# As many query heads as WGMMA_HEADS_FEW: only those that are DIAGONAL, and from and up to so many.
+WGMMA_SUMS_FULL = (1.8, 2.0)
 # Without one: pairs of numbers of blocks of keys of a head, and for each multiprocessor, at most so many of the first
 # and more than so many of the second (by the wider of d and dv); of many columns, not more than two turns.
 WGMMA_SUMS_SHORT = {64: ((5, 2.1), (23, 8.0)), 128: ((1, 0.0), (11, 1.0)), 256: ((8, 1.0),)}
@@ -110,19 +114,22 @@ WGMMA_SUMS_ROWS, WGMMA_SUMS_WAVES, WGMMA_SUMS_SINGLY, WGMMA_SUMS_UNLIKE = (12.0,
 WGMMA_DIAGONAL, WGMMA_DIAGONAL_KEYS = (0.85, 1.3, 1.5), 32
 WGMMA_DIAGONAL_COST, WGMMA_DIAGONAL_TRIED = (128.0, 192.0, 64.0), 64
 # A fixed order where none is asked for (by the wider of d and dv): with so many query heads of a key head or more, up
-# to so many blocks of keys for each multiprocessor. Of fewer columns with so many query heads, from and up to so many
-# blocks of keys, in more than one turn, but not from and up to so many. Without a mask from so many blocks of keys on
-# where so many times as many turns as needed are begun, up to so many; with at most so many times as many rows as keys,
-# or keys as rows.
+# to so many blocks of keys for each multiprocessor; above 192 columns with so many query heads, too, where so many
+# times as many turns as needed are begun, up to so many. Of fewer columns with so many query heads, from and up to so
+# many blocks of keys, in more than one turn, but not from and up to so many. Without a mask from so many blocks of keys
+# on where so many times as many turns as needed are begun, up to so many; with at most so many times as many rows as
+# keys, or keys as rows.
 WGMMA_ORDER_WIDE: dict[int, dict[int, float]] = {
-    192: {5: math.inf, 4: 5.0, 2: 1.5}, 256: {8: 8.0, 5: 6.0, 2: 1.8}
+    192: {4: math.inf, 2: 1.5}, 256: {8: 8.0, 5: 6.0, 2: 1.8}
 }  # fmt: skip
+WGMMA_ORDER_ROOM = (3, 1.05, 6.0)
 WGMMA_ORDER_SHORT, WGMMA_ORDER_DIVIDED, WGMMA_ORDER_UNEVEN = (3, 3, 9, 1.9, 2.0), (16, 1.3, 4.0), 2.0
 # Of rows that see a block of keys, on average: from so many on two blocks of threads go through them together; in a
 # fixed order wherever they can. Of an odd number of blocks of keys the last one is beside one that does not exist: from
 # so many on (by whether there is a fixed order, and a mask). In a fixed order without a mask, up to so many for each
-# multiprocessor, only if pairs come in as many turns.
-WGMMA_PAIRED_ROWS, WGMMA_PAIRED_ROOM = 2048, 2.1
+# multiprocessor, only if pairs come in as many turns; and from so many on, up to so many for each multiprocessor (of
+# one query head of a key head; of more).
+WGMMA_PAIRED_ROWS, WGMMA_PAIRED_ROOM, WGMMA_PAIRED_ODD_FEW = 2048, 2.1, (7, 3.0, 7.0)
 WGMMA_PAIRED_ODD = {(False, False): 20, (False, True): 34, (True, False): 9, (True, True): 17}
 # The first one of a causal band stores its dQ, so that no sums are cleared: up to so many rows and keys (by the wider
 # of d and dv), where there are so many heads for each multiprocessor; and from so many rows on others prepare some, in
@@ -357,7 +364,9 @@ def _order_gains(problem: Problem, processors: int) -> bool:
         return False
     if is_wide(problem):
         table = next(table for columns, table in WGMMA_ORDER_WIDE.items() if max(problem.d, problem.dv) <= columns)
-        return waves <= next(some for heads, some in table.items() if group >= heads)
+        share, least, most = WGMMA_ORDER_ROOM
+        has_room = max(problem.d, problem.dv) > 3 * WGMMA_SLAB and group >= share and least * waves <= math.ceil(waves)
+        return waves <= max(next(some for heads, some in table.items() if group >= heads), most * has_room)
     heads, least, most, *two_turns = WGMMA_ORDER_SHORT
     in_two = two_turns[0] < waves <= two_turns[1]  # who is in the second one waits for the first
     short = least <= keys <= most and problem.Tq <= problem.Tk  # and all rows see keys
@@ -374,14 +383,18 @@ def _wgmma_keys(problem: Problem, chip: Chip, d: int, dv: int, lag: int) -> Tile
     band = problem.has_band
     limits = apart and band  # what hides keys of a thread
     query_blocks, key_blocks = -(-problem.Tq // br), -(-problem.Tk // bc)
+    processors, least_odd = chip.processors or WGMMA_PROCESSORS, WGMMA_PAIRED_ODD[problem.deterministic, band]
+    least, *most = WGMMA_PAIRED_ODD_FEW
+    few = problem.B * problem.Hkv * key_blocks <= most[problem.group > 1] * processors
+    if problem.deterministic and few and not band:
+        least_odd = least
     paired = int(
         fused and d == dv == 2 * WGMMA_SLAB
         and (problem.deterministic or _rows_of_keys(problem, bc) >= WGMMA_PAIRED_ROWS)
-        and (key_blocks % 2 == 0 or key_blocks >= WGMMA_PAIRED_ODD[problem.deterministic, band])
+        and (key_blocks % 2 == 0 or key_blocks >= least_odd)
         and problem.band.lower is None
     )  # fmt: skip
     query_blocks, key_blocks = (padded(n, 1 + paired) for n in (query_blocks, key_blocks))
-    processors = chip.processors or WGMMA_PROCESSORS
     divided = Divided() if fused else _divided_by_heads(problem, processors, br, bc)
     has_sums = not (fused and (band or apart)) and _has_sums(problem, processors, bc)
     if has_sums and _are_apart(problem, divided):
@@ -479,8 +492,14 @@ def _divided(blocks: int, rows: int, group: int, processors: int, together: int 
     halved = half if last > half else 0
     others = last - halved
     parts = min(processors // others if others else 1, WGMMA_DIVIDED_MOST, rows // together)
-    cost = sum(rows * group / n + WGMMA_DIVIDED_COST for n in (2 * bool(halved), parts * bool(others)) if n)
-    return Divided(halved, others, parts) if last and parts > 1 and cost < rows * group else Divided()
+    divided = Divided(halved, others, parts)
+    return divided if last and parts > 1 and _steps_of_divided(divided, rows, group) < rows * group else Divided()
+
+
+def _steps_of_divided(divided: Divided, rows: int, group: int) -> float:
+    """How long these blocks of keys take."""
+    shares = (2 * bool(divided.halved), divided.parts * bool(divided.others))
+    return sum(rows * group / n + WGMMA_DIVIDED_COST for n in shares if n)
 
 
 def _divided_by_heads(problem: Problem, processors: int, br: int, bc: int) -> Divided:
@@ -497,24 +516,37 @@ def _divided_by_heads(problem: Problem, processors: int, br: int, bc: int) -> Di
     most = max(min(WGMMA_HEADS_MOST, most), 1)
     alike = not problem.has_band and problem.Tq <= 2 * problem.Tk
     if problem.deterministic and br == WGMMA_BACKWARD_APART and alike:  # many blocks of keys meet at few rows then
-        most = min(most, max(WGMMA_HEADS_FEW, group))
+        few = WGMMA_HEADS_FEW * (1 + (group > 1))  # to several sums
+        most = min(most, group if group > WGMMA_HEADS_FEW else few)
     if uneven and group > 1:
-        parts = _parts_done_first(rows, heads, group, br // WGMMA_ROWS, most, processors)
+        least = -(-group // WGMMA_HEADS_IN_ORDER) if problem.deterministic else 1
+        parts = _parts_done_first(rows, heads, group, br // WGMMA_ROWS, least, most, processors)
         return Divided(0, heads * keys, parts) if parts > 1 else Divided()
+
+    # In a fixed order without a mask, of several sums, the last ones can be divided by rows instead
+    by_rows = problem.deterministic and group > 1 and not problem.has_band and 2 * heads * keys > processors
+    by_rows = by_rows and _has_sums(problem, processors, bc)
 
     def steps(parts: int) -> float:
         """When the last multiprocessor is done."""
-        most_of_one = -(-group // min(parts, group)) * -(-longest // max(parts // group, 1))
+        most_of_one, each = -(-group // min(parts, group)) * -(-longest // max(parts // group, 1)), average / parts
         if uneven:  # who is free takes the next one
             more = (WGMMA_DIVIDED_COST - 2 + parts) * (parts > 1) * WGMMA_ROWS / br
             turns = heads * keys * parts / processors
         else:
             more = (WGMMA_DIVIDED_COST + parts / 2) * (parts > 1)
             turns = -(-heads * keys * parts // processors)
-        return max(turns * (average / parts + more), most_of_one + more)
+            if by_rows and group % min(parts, group):  # those of fewer heads wait for others
+                each = most_of_one
+        return max(turns * (each + more), most_of_one + more)
 
     parts = min(_numbers_of_parts(group, most), key=steps)
-    return Divided(0, heads * keys, parts) if steps(parts) < WGMMA_HEADS_GAIN * steps(1) else Divided()
+    without = WGMMA_HEADS_GAIN * steps(1)
+    if by_rows:
+        others = _divided(heads * keys, longest, group, processors)
+        whole = (heads * keys - others.halved - others.others) / processors * longest * group
+        without = min(without, WGMMA_HEADS_ROWS * (whole + _steps_of_divided(others, longest, group)))
+    return Divided(0, heads * keys, parts) if steps(parts) < without else Divided()
 
 
 def _numbers_of_parts(group: int, most: int) -> list[int]:
@@ -523,9 +555,11 @@ def _numbers_of_parts(group: int, most: int) -> list[int]:
 
 
 @lru_cache(1024)
-def _parts_done_first(rows: tuple[int, ...], heads: int, group: int, each: int, most: int, processors: int) -> int:
-    """Into how many parts blocks of keys are divided, which have so many blocks of ``rows`` of ``group`` query heads,
-    of so many steps ``each``: the number with which the last multiprocessor is done first."""
+def _parts_done_first(
+    rows: tuple[int, ...], heads: int, group: int, each: int, least: int, most: int, processors: int
+) -> int:
+    """Into how many parts blocks of keys are divided, if at all, which have so many blocks of ``rows`` of ``group``
+    query heads, of so many steps ``each``: the number with which the last multiprocessor is done first."""
     begin, share = WGMMA_HEADS_COST
     can_be_divided = any(group % n == 0 for n in range(2, group))
 
@@ -538,7 +572,7 @@ def _parts_done_first(rows: tuple[int, ...], heads: int, group: int, each: int, 
         behind = WGMMA_HEADS_UNEVEN[can_be_divided] if group % of_heads else 1.0
         return last_end(lengths, heads, heads, processors) * behind
 
-    return min(_numbers_of_parts(group, most), key=end)
+    return min((n for n in _numbers_of_parts(group, most) if n == 1 or n >= least), key=end)
 
 
 def _has_sums(problem: Problem, processors: int, bc: int) -> bool:
@@ -572,6 +606,9 @@ def _has_sums(problem: Problem, processors: int, bc: int) -> bool:
     keys, some = WGMMA_SUMS_PAIRS
     paired = problem.group > 1 and not by_head and WGMMA_SLAB < width <= bc
     far |= band and paired and blocks >= keys and waves > some
+    many = waves > WGMMA_DIAGONAL[(blocks >= WGMMA_SUMS_USUAL) + (blocks >= WGMMA_DIAGONAL_KEYS)]  # none are DIAGONAL
+    many &= not WGMMA_SUMS_FULL[0] < waves <= WGMMA_SUMS_FULL[1]
+    far |= band and problem.group == WGMMA_HEADS_FEW and not (is_wide(problem) or by_head) and many
     return not (short or far) and (not band or _has_upper_end(problem))
 
 
@@ -637,9 +674,12 @@ def _sums(
         more &= not (band and turns > 2 and waves < WGMMA_SUMS_WAVES[1] * turns)
         more &= not (band and turns == 2 and rows < WGMMA_SUMS_ROWS[False] * waves)
     else:
-        more = (band or problem.group == 1 and waves <= WGMMA_DIAGONAL[-1]) and rows >= WGMMA_SUMS_ROWS[False] * waves
+        few = are_alike and br == WGMMA_BACKWARD_APART and 2 * blocks <= processors
+        more = band or few and problem.group <= WGMMA_HEADS_FEW or problem.group == 1 and waves <= WGMMA_DIAGONAL[-1]
+        more = more and rows >= WGMMA_SUMS_ROWS[False] * waves
     steps *= 1 + paired
-    residues = 1 if steps >= 2 or not more or parts > WGMMA_HEADS_FEW else 2 if steps > 0.5 else 4
+    several = 2 if steps > 0.5 or problem.group > 1 else 4
+    residues = 1 if steps >= 2 or not more or parts > WGMMA_HEADS_FEW else several
     if not (band or are_alike) and divided.halved and divided.parts >= WGMMA_HEADS_FEW and rows >= WGMMA_SUMS_UNLIKE:
         residues *= 2
     if parts * residues * _bytes_of_sums(problem) > WGMMA_SUMS_BYTES:
@@ -730,11 +770,14 @@ def _can_be_fused(problem: Problem) -> bool:
     if _stores(problem) or problem.deterministic and problem.has_band and columns <= WGMMA_SLAB:
         least = WGMMA_FUSED_STORED
     rows = next(rows for width, rows in least.items() if columns <= width)
+    seen = _rows_of_keys(problem, WGMMA_BACKWARD_KEYS)
+    if problem.deterministic and not problem.has_band:
+        seen = padded(problem.Tq, WGMMA_BACKWARD_KEYS)
     return (
         not (problem.ragged or problem.varlen or problem.sinks or problem.alibi or problem.softcap is not None)
         and padded(problem.dv, WGMMA_SLAB) <= padded(problem.d, WGMMA_SLAB)
         and blocks >= WGMMA_FUSED_KEYS
-        and _rows_of_keys(problem, WGMMA_BACKWARD_KEYS) >= rows
+        and seen >= rows
     )
 
 

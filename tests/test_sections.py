@@ -119,10 +119,15 @@ def test_many_columns_have_more_late_blocks_of_keys(least, late, monkeypatch):
     (dict(Hq=16, Hkv=8, T=8576, causal=True), 5), (dict(B=2, Hq=12, Hkv=4, T=8704, causal=True), 8),
     (dict(Hq=16, Hkv=8, T=8192, causal=True), 8), (dict(Hq=16, Hkv=8, T=9472, causal=True), 5),
     (dict(Hq=16, Hkv=8, T=10240, causal=True), 8), (dict(B=2, Hq=32, Hkv=8, T=4608, causal=True), 16),
+    # Of very many blocks of keys two turns sooner
+    (dict(Hq=14, Hkv=7, T=12032, causal=True), 7), (dict(Hq=14, Hkv=7, T=12288, causal=True), 2),
+    (dict(Hq=10, Hkv=5, T=12288, causal=True), 5),
     # Where they do not: all, more than half, all; of few blocks of keys those in four turns; else by when they end
     (dict(Hq=7, T=8192, causal=True), 7), (dict(Hq=10, T=8192, causal=True), 6), (dict(Hq=12, T=8192, causal=True), 12),
     (dict(B=2, Hq=32, T=2048, causal=True), 32), (dict(B=8, Hq=16, T=2048, causal=True), 32),
-    (dict(Hq=16, T=8192, causal=True), 0), (dict(Hq=16, causal=True), 0), (dict(B=8, Hq=16, T=1024, causal=True), 0),
+    (dict(Hq=16, T=8192, causal=True), 16), (dict(Hq=17, T=8192, causal=True), 0), (dict(Hq=16, causal=True), 0),
+    (dict(Hq=16, T=6144, causal=True), 16), (dict(Hq=15, T=6144, causal=True), 0),
+    (dict(Hq=16, T=5888, causal=True), 0), (dict(B=8, Hq=16, T=1024, causal=True), 0),
     # In pairs, no mask
     (dict(Hq=28, T=1024), 28), (dict(Hq=36, T=1024), 0), (dict(Hq=16, T=8192), 16), (dict(Hq=17, T=8192), 0),
     # One by one, no mask
@@ -132,15 +137,21 @@ def test_many_columns_have_more_late_blocks_of_keys(least, late, monkeypatch):
     (dict(B=4, Hq=16, T=2048, varlen=True), 16), (dict(B=4, Hq=40, T=2048, varlen=True), 40),
     (dict(B=8, Hq=105, Hkv=15, T=768, d=64, dv=128), 20), (dict(B=8, Hq=15, T=768, d=64, dv=128), 40),
     (dict(B=3, Hq=105, Hkv=15, T=1664, d=64, dv=128), 15), (dict(B=8, Hq=48, Hkv=3, T=768, d=64, dv=128), 8),
+    (dict(B=8, Hq=36, Hkv=6, T=640), 24), (dict(B=8, Hq=24, Hkv=6, T=640), 48), (dict(B=6, Hq=30, Hkv=5, T=768), 30),
     # Rows go down, in sections alike
     (dict(B=8, Hq=28, Hkv=7, T=1280, d=96, causal=True), 19), (dict(Hq=80, Hkv=5, T=7872, d=64, causal=True), 3),
     (dict(B=8, Hq=32, Hkv=8, T=1024, causal=True), 32), (dict(B=8, Hq=32, Hkv=2, T=2048, d=64, causal=True), 16),
     (dict(B=2, Hq=32, Hkv=16, T=8192, d=64, causal=True, softcap=8.0), 32),
     (dict(Hq=64, Hkv=32, T=512, d=64, causal=True), 32), (dict(Hq=96, Hkv=1, T=2048, causal=True), 1),
-    (dict(Hq=32, Hkv=8, d=256, causal=True), 4), (dict(Hq=32, Hkv=8, T=4608, d=256, causal=True), 2),
+    (dict(B=8, Hq=24, Hkv=3, T=960, d=64, dv=128, causal=True), 12), (dict(Hq=72, Hkv=9, T=2112, d=96, causal=True), 9),
+    (dict(Hq=32, Hkv=8, d=256, causal=True), 4), (dict(Hq=32, Hkv=8, T=4608, d=256, causal=True), 4),
     (dict(Hq=32, Hkv=8, d=256, causal=True, varlen=True), 2),
     # Of many columns all in up to 2.6 turns, sections alike in up to four
-    (dict(B=4, Hq=24, Hkv=8, T=1536, d=256, causal=True), 8), (dict(B=8, Hq=24, Hkv=8, T=3072, d=256, causal=True), 2),
+    (dict(B=4, Hq=24, Hkv=8, T=1536, d=256, causal=True), 8), (dict(B=8, Hq=24, Hkv=8, T=3072, d=256, causal=True), 8),
+    # Of many blocks of keys in up to 3.6, but of 256 columns if few share them
+    (dict(B=2, Hq=20, Hkv=5, T=5120, d=256, causal=True), 5), (dict(B=2, Hq=25, Hkv=5, T=5120, d=256, causal=True), 1),
+    (dict(Hq=56, Hkv=7, T=6272, d=192, dv=128, causal=True), 4),
+    (dict(B=8, Hq=64, Hkv=8, T=2944, d=256, causal=True), 5),
     (dict(B=4, Hq=32, Hkv=8, T=2048, d=256, causal=True), 7), (dict(B=8, Hq=24, Hkv=8, T=2944, d=256, causal=True), 5),
     # Not so where sequences are packed, whose blocks of keys are in one line
     (dict(Hq=128, Hkv=16, T=2176, d=64, causal=True, varlen=True), 15),
@@ -175,6 +186,9 @@ def test_how_many_heads_a_section_has_in_a_fixed_order(options, in_order):
     (dict(Hq=13, T=12288, d=64, causal=True), (13, 48)), (dict(Hq=14, T=12288, d=64, causal=True), (3, 48)),
     (dict(Hq=12, T=12288, d=64, causal=True), (12, 54)), (dict(Hq=10, T=12288, d=64, causal=True), (10, 66)),
     (dict(Hq=8, T=16384, d=64, causal=True), (2, 64)), (dict(Hq=16, T=8192, d=64, causal=True), (16, 32)),
+    # Where query heads share keys, 100 MiB
+    (dict(Hq=32, Hkv=16, T=7104, d=64, causal=True), (4, 28)),
+    (dict(Hq=16, Hkv=8, T=10112, d=64, causal=True), (8, 49)),
     (dict(Hq=16, T=8192, d=64, dv=128, causal=True), (4, 32)), (dict(Hq=9, T=3072, d=256, causal=True), (5, 24)),
 ])  # fmt: skip
 def test_how_many_heads_a_section_has_where_dq_has_several_sums(options, found):
@@ -211,6 +225,15 @@ def test_sections_of_drawn_calls():
     # Pairs, where two query heads share keys
     (dict(Hq=22, Hkv=11, causal=True), (0, 2, 0)), (dict(Hq=24, Hkv=12, causal=True), (1, 1, 0)),
     (dict(Hq=24, Hkv=12, d=64, causal=True), (0, 2, 0)), (dict(Hq=12, causal=True), (0, 2, 0)),
+    # Few columns, four query heads that share keys: where blocks of keys are divided by rows, or nearly fill two turns
+    (dict(Hq=32, Hkv=8, T=3072, d=64, causal=True), (0, 1, 0)),
+    (dict(Hq=24, Hkv=8, T=3072, d=64, causal=True), (0, 2, 0)),
+    (dict(Hq=32, Hkv=8, T=3712, d=64, causal=True), (0, 1, 0)),
+    (dict(Hq=32, Hkv=8, T=3840, d=64, causal=True), (0, 2, 0)),
+    (dict(Hq=32, Hkv=8, T=4352, d=64, causal=True), (0, 1, 0)),
+    (dict(Hq=16, Hkv=4, T=3776, d=64, causal=True), (0, 3, 0)),
+    (dict(Hq=8, Hkv=2, T=7296, d=64, causal=True), (0, 3, 0)),
+    (dict(Hq=4, Hkv=1, T=5120, d=64, causal=True), (0, 4, 1)),
     (dict(Hq=13, causal=True), (1, 1, 0)),
     # Short ones under a mask
     (dict(Hq=4, T=896, causal=True), (0, 4, 0)), (dict(Hq=5, T=896, causal=True), (0, 1, 0)),

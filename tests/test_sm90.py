@@ -259,6 +259,7 @@ def test_which_calls_have_pairs_of_blocks_of_threads(options, paired):
 
 @pytest.mark.parametrize("options, fused", [
     (dict(), 1), (dict(Tq=4225), 1), (dict(Tk=896), 0), (dict(causal=True, Tk=1920), 0), (dict(window=(9000, 0)), 0),
+    (dict(Tq=641, Tk=704), 1), (dict(Tq=640, Tk=704), 0), (dict(causal=True, B=2, Hq=49, Hkv=49, Tq=1280, Tk=1280), 0),
     (dict(causal=True, B=16, Tq=1024, Tk=1024), 0), (dict(causal=True, B=8, Tq=2048, Tk=2048), 1),
     (dict(d=64, dv=64), 0), (dict(B=16, d=64, dv=64), 0), (dict(d=64, dv=64, Tq=4225), 0),
     (dict(d=64, dv=64, Tk=4225, causal=True), 1),
@@ -422,6 +423,15 @@ def test_which_calls_have_not(options, d):
     (dict(B=2, Hq=16, T=1920, d=64, dv=128), 1, 1, (0, 30, 4)),
     (dict(B=4, Hq=16, T=768), 1, 1, (0, 24, 4)),  # too short for pairs of so few
     (dict(Hq=16, T=3008), 2, 0, (0, 24, 5)),
+    # Where some are divided by rows in less time, these are, and not by heads unevenly
+    (dict(Hq=4, T=11008, d=64), 4, 0, (66, 20, 6)), (dict(Hq=12, Hkv=3, T=3712, d=64, dv=128), 2, 0, (66, 21, 6)),
+    (dict(Hq=5, T=12544, d=64), 4, 0, (66, 32, 4)), (dict(Hq=8, Hkv=2, T=9344, d=64), 2, 0, (0, 14, 8)),
+    (dict(Hq=9, Hkv=3, T=3456, d=64), 2, 1, (0, 81, 3)), (dict(B=3, Hq=4, T=4224, d=64), 2, 0, (66, 33, 4)),
+    (dict(Hq=6, T=10688, d=64), 2, 1, (0, 84, 3)), (dict(B=8, Hq=48, Hkv=3, T=768, d=64, dv=128), 1, 1, (0, 144, 4)),
+    # Two to four query heads of few columns: in up to eight parts, neighbouring ones with sums of their own
+    (dict(Hq=2, T=4160, d=64), 4, 1, (0, 33, 4)), (dict(Hq=2, T=5376, d=64), 4, 1, (0, 42, 6)),
+    (dict(Hq=4, T=5696, d=64), 4, 1, (0, 45, 8)), (dict(Hq=5, T=5696, d=64), 2, 1, (0, 45, 5)),
+    (dict(Hq=1, T=4160, d=64), 8, 1, (0, 33, 4)), (dict(Hq=2, T=4160, d=64, dv=128), 2, 1, (0, 33, 4)),
 ])  # fmt: skip
 def test_query_heads_come_together_without_a_mask_as_far_as_l2_holds_their_sums(options, sums, together, divided):
     """Blocks of keys begin at rows of their own. Where L2 does not hold those of all heads, one comes after the other
@@ -436,6 +446,10 @@ def test_query_heads_come_together_without_a_mask_as_far_as_l2_holds_their_sums(
     (dict(B=4, Hq=5, T=4224, d=96), 1), (dict(B=8, Hq=18, T=2944), 1), (dict(Hq=48, T=1408), 1),  # some divided
     (dict(Hq=36, T=1408), 1),
     (dict(Hq=24, T=1408), 0), (dict(Hq=72, T=1408), 0),  # in two turns; nothing to divide
+    # Seven blocks of keys: of few heads, and of more where they are shared
+    (dict(B=2, Hq=13, T=896), 1), (dict(B=2, Hq=28, T=896), 1), (dict(B=2, Hq=29, T=896), 0),
+    (dict(B=8, Hq=20, Hkv=5, T=896), 1), (dict(B=4, Hq=60, Hkv=30, T=896), 1), (dict(B=4, Hq=68, Hkv=34, T=896), 0),
+    (dict(B=2, Hq=13, T=640), 0), (dict(B=2, Hq=87, Hkv=29, T=640), 0),
 ])  # fmt: skip
 def test_an_odd_number_of_blocks_of_keys_has_pairs_if_there_is_room_for_one_more(options, paired):
     """In a fixed order without a mask."""
@@ -580,12 +594,22 @@ def test_parts_that_are_done_first(processors, divided):
 @pytest.mark.parametrize("heads, B, T, d, parts", [
     ((8, 1), 1, 5120, 64, 8), ((8, 1), 1, 6144, 64, 8), ((16, 2), 2, 2944, 128, 4), ((12, 4), 1, 5120, 128, 3),
     ((20, 4), 1, 2048, 128, 5), ((32, 2), 1, 2304, 64, 8), ((48, 6), 1, 3328, 128, 4), ((24, 2), 1, 1536, 128, 12),
-    ((28, 4), 1, 2048, 128, 4), ((36, 9), 1, 3072, 128, 1),
+    ((28, 4), 1, 2048, 128, 4), ((36, 9), 1, 3072, 128, 1), ((32, 1), 1, 8192, 128, 4),
 ])  # fmt: skip
 def test_parts_of_query_heads_that_share_keys(heads, B, T, d, parts):
     """As measured (bench/notes/sm90.md, run AN): of as many query heads each, unless these are seven."""
     fixed = dict(B=B, Hq=heads[0], Hkv=heads[1], Tq=T, Tk=T, d=d, dv=d, dtype="bfloat16", backend="cupy_raw")
     assert plan_tiles(problem(**fixed, causal=True), H200, "backward").divided.parts == parts
+
+
+@pytest.mark.parametrize("options, parts", [
+    (dict(Hq=32, T=8192), 8), (dict(B=4, Hq=24, Hkv=2, T=1984), 4), (dict(B=8, Hq=48, Hkv=3, T=768, d=64, dv=128), 4),
+    (dict(Hq=64, Hkv=8, B=3, T=1088), 1),  # not divided at all
+])  # fmt: skip
+def test_in_a_fixed_order_parts_have_up_to_four_query_heads(options, parts):
+    """As measured (bench/notes/sm90.md, run AO)."""
+    tiles = in_order(**dict(Hkv=1, causal=True) | options)
+    assert tiles.family == "wgmma" and tiles.divided.parts == parts and dict(tiles.constants)["SUMS"] == 1
 
 
 @pytest.mark.parametrize("T", [1024, 2048, 4096])
@@ -623,8 +647,11 @@ def test_long_calls_are_planned_by_some_of_their_blocks(monkeypatch):
     # Many columns: by query heads of a key head, and by blocks of keys for each multiprocessor
     (dict(), True), (dict(B=8), True), (dict(B=32), False), (dict(Hq=10, T=8192), True), (dict(Hq=10, B=32), False),
     (dict(Hq=4), True), (dict(Hq=4, T=8192), False), (dict(Hq=8, T=8192), False), (dict(Hq=2), False),
-    (dict(d=192, dv=128, B=32), True), (dict(d=192, dv=128, Hq=8, B=8), True), (dict(d=192, dv=128, Hq=8, B=16), False),
+    (dict(d=192, dv=128, B=32), True), (dict(d=192, dv=128, Hq=8, B=8), True), (dict(d=192, dv=128, Hq=8, B=16), True),
     (dict(d=192, dv=128, Hq=6, B=2), True), (dict(d=192, dv=128, Hq=6, B=8), False),
+    # Of 256 columns more where turns are not nearly full, up to six
+    (dict(Hq=8, B=5), True), (dict(Hq=8, B=4), False), (dict(Hq=8, B=8), False), (dict(Hq=6, B=5), True),
+    (dict(Hq=4, B=5), False), (dict(Hq=8, B=13), False), (dict(d=192, dv=128, Hq=6, B=5), False),
     # Only where the band has an upper end alone, all rows and keys are known, and about as many
     (dict(causal=False), False), (dict(window=(500, 0)), False), (dict(varlen=True), False), (dict(ragged=True), False),
     (dict(Tk=4096), True), (dict(Tk=4160), False), (dict(Tq=4160), False),
