@@ -116,13 +116,13 @@ WGMMA_DIAGONAL_COST, WGMMA_DIAGONAL_TRIED = (128.0, 192.0, 64.0), 64
 # A fixed order where none is asked for (by the wider of d and dv): with so many query heads of a key head or more, up
 # to so many blocks of keys for each multiprocessor; above 192 columns with so many query heads, too, where so many
 # times as many turns as needed are begun, up to so many. Of fewer columns with so many query heads, from and up to so
-# many blocks of keys, in more than one turn, but not from and up to so many. Without a mask from so many blocks of keys
-# on where so many times as many turns as needed are begun, up to so many; with at most so many times as many rows as
-# keys, or keys as rows.
+# many blocks of keys, in more than one turn, but not from and up to so many. Without a mask up to 192 columns from so
+# many blocks of keys on, if there is one sum; of fewer columns from so many on where so many times as many turns as
+# needed are begun, up to so many. With at most so many times as many rows as keys, or keys as rows.
 WGMMA_ORDER_WIDE: dict[int, dict[int, float]] = {
     192: {4: math.inf, 2: 1.5}, 256: {8: 8.0, 5: 6.0, 2: 1.8}
 }  # fmt: skip
-WGMMA_ORDER_ROOM = (3, 1.05, 6.0)
+WGMMA_ORDER_ROOM, WGMMA_ORDER_KEYS = (3, 1.05, 6.0), 16
 WGMMA_ORDER_SHORT, WGMMA_ORDER_DIVIDED, WGMMA_ORDER_UNEVEN = (3, 3, 9, 1.9, 2.0), (16, 1.3, 4.0), 2.0
 # Of rows that see a block of keys, on average: from so many on two blocks of threads go through them together; in a
 # fixed order wherever they can. Of an odd number of blocks of keys the last one is beside one that does not exist: from
@@ -346,14 +346,17 @@ def _order_gains(problem: Problem, processors: int) -> bool:
     """Is the kernel faster in a fixed order, though none is asked for?
 
     Under a mask the same rows of query heads that share keys come together then, of many columns, too, and L2 holds
-    them; and the first of few blocks of keys that comes to some rows of dQ stores it. Without a mask the last blocks of
-    keys can be divided where V has more columns than K.
+    them; and the first of few blocks of keys that comes to some rows of dQ stores it. Without a mask heads come in
+    turn, so that L2 holds their rows; and the last blocks of keys can be divided where V has more columns than K.
     """
     bc = WGMMA_WIDE if is_wide(problem) else WGMMA_BACKWARD_KEYS
     keys, group = -(-problem.Tk // bc), problem.group
     waves = problem.B * problem.Hkv * keys / processors
     if problem.varlen or problem.ragged or not 1 / WGMMA_ORDER_UNEVEN <= problem.Tq / problem.Tk <= WGMMA_ORDER_UNEVEN:
         return False
+    if not problem.has_band and is_wide(problem):
+        gains = max(problem.d, problem.dv) <= 3 * WGMMA_SLAB and keys >= WGMMA_ORDER_KEYS
+        return gains and not _has_sums(replace(problem, deterministic=True), processors, bc)
     if not problem.has_band:
         few, least, most = WGMMA_ORDER_DIVIDED
         gains = _is_by_keys(problem) and problem.softcap is None and keys >= few
@@ -387,7 +390,7 @@ def _wgmma_keys(problem: Problem, chip: Chip, d: int, dv: int, lag: int) -> Tile
     least, *most = WGMMA_PAIRED_ODD_FEW
     few = problem.B * problem.Hkv * key_blocks <= most[problem.group > 1] * processors
     if problem.deterministic and few and not band:
-        least_odd = least
+        least_odd = min(least, least_odd)
     paired = int(
         fused and d == dv == 2 * WGMMA_SLAB
         and (problem.deterministic or _rows_of_keys(problem, bc) >= WGMMA_PAIRED_ROWS)
@@ -536,7 +539,8 @@ def _divided_by_heads(problem: Problem, processors: int, br: int, bc: int) -> Di
         else:
             more = (WGMMA_DIVIDED_COST + parts / 2) * (parts > 1)
             turns = -(-heads * keys * parts // processors)
-            if by_rows and group % min(parts, group):  # those of fewer heads wait for others
+            at_once = not problem.deterministic and heads * keys <= processors
+            if group % min(parts, group) and (by_rows or at_once):  # one has the long ones
                 each = most_of_one
         return max(turns * (each + more), most_of_one + more)
 

@@ -603,6 +603,17 @@ def test_parts_of_query_heads_that_share_keys(heads, B, T, d, parts):
 
 
 @pytest.mark.parametrize("options, parts", [
+    (dict(Hq=16, T=3008), 16), (dict(Hq=16, T=5824), 8), (dict(Hq=7, B=3, T=2496), 2),
+    (dict(Hq=12, Hkv=3, T=3712, d=64, dv=128), 4), (dict(Hq=7, B=4, T=4608, d=64, dv=128), 6),
+])  # fmt: skip
+def test_parts_of_unlike_numbers_of_heads_take_as_long_as_the_longest(options, parts):
+    """Without a mask, where all blocks of keys run at once (bench/notes/sm90.md, run AO)."""
+    fixed = dict(B=1, Hkv=1, d=128, dtype="bfloat16", backend="cupy_raw") | options
+    tiles = plan_tiles(problem(**dict(dv=fixed["d"]) | fixed), H200, "backward")
+    assert tiles.family == "wgmma" and tiles.divided.parts == parts and dict(tiles.constants)["TOGETHER"]
+
+
+@pytest.mark.parametrize("options, parts", [
     (dict(Hq=32, T=8192), 8), (dict(B=4, Hq=24, Hkv=2, T=1984), 4), (dict(B=8, Hq=48, Hkv=3, T=768, d=64, dv=128), 4),
     (dict(Hq=64, Hkv=8, B=3, T=1088), 1),  # not divided at all
 ])  # fmt: skip
@@ -666,6 +677,10 @@ def test_long_calls_are_planned_by_some_of_their_blocks(monkeypatch):
     (dict(d=64, dv=128, causal=False, Hq=10, Hkv=10, softcap=1.0), False),
     (dict(d=64, dv=128, causal=False, Hq=4, Hkv=4, T=5120), False),  # divided anyway
     (dict(d=64, dv=128, causal=False, Hq=64, T=18304), False),  # not divided in an order either: too many bytes of sums
+    # Many columns without a mask, many heads: from sixteen blocks of keys on, up to 192 columns
+    (dict(d=192, dv=128, causal=False, Hkv=16, B=8), True), (dict(d=192, dv=128, causal=False, B=40, T=1024), True),
+    (dict(d=192, dv=128, causal=False, Hkv=16, B=12, T=960), False), (dict(causal=False, Hkv=16, B=8), False),
+    (dict(d=192, dv=128, causal=False, B=4), False), (dict(d=192, causal=False, Hkv=16, B=8), False),
     # Few rows, and rows that see no key
     (dict(d=128, dv=128, B=200, T=64), False), (dict(d=128, dv=128, Hkv=4, B=20, Tq=768, Tk=512), False),
 ])  # fmt: skip
