@@ -304,21 +304,23 @@ def dense(results: Results) -> Made:
 
 def order(results: Results) -> Made:
     """Speed without a fixed order and in one, and what its time is by that without."""
-    rows, lines = [row for row in results.of(GROUPS["order"]) if has_figures(row)], []
-    old = earlier(results, rows)
+    ways = ("cupy_raw", "cupy_raw deterministic")
     costs: dict[str, list[float]] = {"burst": [], "sustained": []}
+    times = tuple(f"{when}_us" for when in costs)
+    rows = [row for row in results.of(GROUPS["order"])
+            if all(time in row["runners"].get(way, {}) for way in ways for time in times)]  # fmt: skip
+    lines, old = [], earlier(results, rows)
     for row in rows:
-        some, *others = mine(row).values()
-        cells = [" / ".join(number(speed(figures, when)) for when in costs) for figures in (some, *others)]
-        by = [others[0][f"{when}_us"][1] / some[f"{when}_us"][1] for when in costs]
-        for found, cost in zip(costs.values(), by, strict=True):
-            found.append(cost)
-        lines.append([problem(row) + old[row["name"]], *cells, " / ".join(f"{cost:.2f}" for cost in by)])
-    head = ["problem", "cupy_raw", "deterministic", "its time by that without"]
-    means = (f"{math.prod(some) ** (1 / len(some)):.3f}" for some in costs.values() if some)
-    most = (f"{max(some):.2f}" for some in costs.values() if some)
-    said = f"Of {len(rows)}: geometric mean {' / '.join(means)}, at most {' / '.join(most)}."
-    return f"{table(head, lines)}\n\n{said}", rows
+        without, ordered = (row["runners"][way] for way in ways)
+        cells = [" / ".join(number(speed(figures, when)) for when in costs) for figures in (without, ordered)]
+        for time, found in zip(times, costs.values(), strict=True):
+            found.append(ordered[time][1] / without[time][1])
+        by = " / ".join(f"{found[-1]:.2f}" for found in costs.values())
+        lines.append([problem(row) + old[row["name"]], *cells, by])
+    means = " / ".join(f"{math.prod(found) ** (1 / len(rows)):.3f}" for found in costs.values() if rows)
+    most = " / ".join(f"{max(found):.2f}" for found in costs.values() if rows)
+    head = ["problem", *ways, "time by that without an order"]
+    return f"{table(head, lines)}\n\nOf {len(rows)}: geometric mean {means}, at most {most}.", rows
 
 
 def memory(group: str) -> Maker:

@@ -43,17 +43,18 @@ LATE, LATE_TURN = (8, 11, 13, 14), 48.0
 # half, for each of 16 blocks of keys, and that fewer are.
 LATE_ALONE, LATE_WIDE, TURN_STEPS, BLOCK_STEPS, LATE_GAIN = range(4, 15), (3.5, 11), 1.35, 4.5, (0.00125, 0.01)
 # Query heads in turn, where rows go down in a fixed order: so many, but so many blocks of threads for each
-# multiprocessor (where blocks of keys are not divided, and where they are), in sections alike. Of more columns so many
-# of these (where a head has fewer blocks of keys than so many, and where it has more, but not above 192 columns with
-# more than WGMMA_HEADS_FEW query heads of a key head), all up to so many, and up to so many as many as come in two
-# turns.
+# multiprocessor (where blocks of keys are not divided, and where they are), in sections alike.
 HEADS_DOWN, TURNS_DOWN = (64, 8), (2.0, 2.5)
+# Of more columns so many of these for each multiprocessor, by whether a head has so many blocks of keys; all up to so
+# many, and up to so many as many as come in two turns. Of more than 192 columns with more than WGMMA_HEADS_FEW query
+# heads of a key head, and so many blocks of keys, L2 does not hold the rows of more than HEADS_DOWN.
 TURNS_DOWN_WIDE, KEYS_DOWN, TURNS_WIDE = (1.75, 3.6), 48, (2.6, 4.0)
-# In pairs under a mask, all heads, from and up to so many blocks of keys for each multiprocessor, where a head has many
-# blocks of keys (two pairs: fewer of each, more of the other); of these, from and up to so many, more than half of
-# them, so that sections are not alike. With fewer blocks of keys than so many, from so many for each multiprocessor on,
-# those that come in four turns.
-SECTION_PAIRED, SECTION_UNLIKE, SECTION_FEW_KEYS = ((64, 3.0), (48, 5.5), 8.0), (4.0, 5.2), (24, 6.0)
+# In pairs under a mask, all heads, where a head has at least so many blocks of keys and there are more than so many for
+# each multiprocessor (one of these), up to so many; of these, from and up to so many, more than half of them, so that
+# sections are not alike. Of a head with fewer than so many, from so many for each multiprocessor on, those that come in
+# four turns.
+SECTION_PAIRED, SECTION_PAIRED_MOST = ((64, 3.0), (48, 5.5)), 8.0
+SECTION_UNLIKE, SECTION_FEW_KEYS = (4.0, 5.2), (24, 6.0)
 # Where query heads share keys, half of those that come in more than two turns up to so many, all of others up to so
 # many (of so many blocks of keys of a head, up to so many), of more as many as come in two turns; where fewer than
 # WGMMA_HEADS_FEW share them, five eighths from and up to so many.
@@ -162,13 +163,13 @@ def _section_in_order(problem: Problem, tiles: Tiles, heads: int, key_blocks: in
         many, some = SECTION_SHARED_LONG
         return heads if waves <= (some if key_blocks >= many else SECTION_SHARED[1]) else two_turns
     if band:
-        *least, most_waves = SECTION_PAIRED
-        if paired and waves <= most_waves and any(key_blocks >= keys and waves > some for keys, some in least):
+        many = any(key_blocks >= keys and waves > some for keys, some in SECTION_PAIRED)
+        if paired and many and waves <= SECTION_PAIRED_MOST:
             return heads // 2 + 1 if SECTION_UNLIKE[0] < waves <= SECTION_UNLIKE[1] else heads
         in_four = paired and key_blocks < SECTION_FEW_KEYS[0] and waves > SECTION_FEW_KEYS[1]
         return _alike(heads, 2 * two_turns) if in_four else 0
-    many_share = problem.group > WGMMA_HEADS_FEW and key_blocks <= SHARED_KEYS and waves > 1
-    at_once = many_share and not (paired or constants.get("TOGETHER") or is_wide(problem))
+    many_share = problem.group > WGMMA_HEADS_FEW and key_blocks <= SHARED_KEYS
+    at_once = many_share and not (paired or is_wide(problem))
     if not at_once and waves <= TWO_WAVES or paired and key_blocks >= SECTION_KEYS and waves <= SECTION_NO_MASK:
         return heads
     if paired or is_wide(problem) or waves > SECTION_WAVES:

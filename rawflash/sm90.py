@@ -52,7 +52,7 @@ WGMMA_BACKWARD_STAGES, WGMMA_BACKWARD_S = {64: 3, 128: 2}, 2  # blocks of Q and 
 WGMMA_FUSED = {(False, False): (0.0, 0.0, 0.5), (False, True): (4.0, 1.9, 0.0),
                (True, False): (4.0, 0.0, 0.0), (True, True): (4.0, 0.4, 1.2)}  # fmt: skip
 WGMMA_FUSED_KEYS, WGMMA_FUSED_LAG = 4, 1.0
-WGMMA_FUSED_ROWS, WGMMA_FUSED_IN_ORDER = {64: 256, 128: 448}, {64: 1 << 30, 128: 768}
+WGMMA_FUSED_ROWS, WGMMA_FUSED_IN_ORDER = {64: 256, 128: 448}, {64: math.inf, 128: 768}
 WGMMA_FUSED_STAGES = 2
 NO_SUMS = {"SUMS": 1, "RESIDUES": 1, "DIAGONAL": 0}
 # Blocks of threads that the last blocks of keys are divided among, at most, and what one more costs, in steps.
@@ -62,8 +62,8 @@ WGMMA_DIVIDED_MOST, WGMMA_DIVIDED_COST = 8, 6.0
 # heads of a key head; and of the time that it takes to divide the last ones by rows instead so much at most. Where
 # query heads share keys under a mask, when all are done is simulated: what a block of threads costs, and more where it
 # shares a block of keys, in steps; how much longer parts of unlike numbers of heads take (as parts that were not timed
-# are tried, too, more is asked of them where heads can be divided evenly); of how many heads one is at most in a fixed
-# order. There any gain is enough.
+# are tried, too, more is asked of them where heads can be divided evenly); how many heads a part has at most in a fixed
+# order, if that gains. There any gain is enough.
 WGMMA_HEADS_MOST, WGMMA_HEADS_GAIN, WGMMA_HEADS_FEW, WGMMA_HEADS_ROWS = 16, 0.9, 4, 1.12
 WGMMA_HEADS_COST, WGMMA_HEADS_UNEVEN, WGMMA_HEADS_IN_ORDER = (4.0, 3.0), (1.05, 1.15), 4
 # Query heads of a key head from which on, under a mask, the same rows of all of them come together, if not in pairs (by
@@ -116,13 +116,13 @@ WGMMA_DIAGONAL_COST, WGMMA_DIAGONAL_TRIED = (128.0, 192.0, 64.0), 64
 # A fixed order where none is asked for (by the wider of d and dv): with so many query heads of a key head or more, up
 # to so many blocks of keys for each multiprocessor; above 192 columns with so many query heads, too, where so many
 # times as many turns as needed are begun, up to so many. Of fewer columns with so many query heads, from and up to so
-# many blocks of keys, in more than one turn, but not from and up to so many. Without a mask up to 192 columns from so
-# many blocks of keys on, if there is one sum; of fewer columns from so many on where so many times as many turns as
-# needed are begun, up to so many. With at most so many times as many rows as keys, or keys as rows.
+# many blocks of keys, in more than one turn, but not from and up to so many. Without a mask up to 192 columns from and
+# up to so many blocks of keys, if there is one sum; of fewer columns from so many on where so many times as many turns
+# as needed are begun, up to so many. With at most so many times as many rows as keys, or keys as rows.
 WGMMA_ORDER_WIDE: dict[int, dict[int, float]] = {
     192: {4: math.inf, 2: 1.5}, 256: {8: 8.0, 5: 6.0, 2: 1.8}
 }  # fmt: skip
-WGMMA_ORDER_ROOM, WGMMA_ORDER_KEYS = (3, 1.05, 6.0), 16
+WGMMA_ORDER_ROOM, WGMMA_ORDER_KEYS = (3, 1.05, 6.0), (16, 256)
 WGMMA_ORDER_SHORT, WGMMA_ORDER_DIVIDED, WGMMA_ORDER_UNEVEN = (3, 3, 9, 1.9, 2.0), (16, 1.3, 4.0), 2.0
 # Of rows that see a block of keys, on average: from so many on two blocks of threads go through them together; in a
 # fixed order wherever they can. Of an odd number of blocks of keys the last one is beside one that does not exist: from
@@ -134,7 +134,7 @@ WGMMA_PAIRED_ODD = {(False, False): 20, (False, True): 34, (True, False): 9, (Tr
 # The first one of a causal band stores its dQ, so that no sums are cleared: up to so many rows and keys (by the wider
 # of d and dv), where there are so many heads for each multiprocessor; and from so many rows on others prepare some, in
 # a fixed order under a mask, too.
-WGMMA_STORED, WGMMA_STORED_HEADS, WGMMA_FUSED_STORED = {64: 1024, 128: 1536}, 0.72, {64: 256, 128: 1 << 30}
+WGMMA_STORED, WGMMA_STORED_HEADS, WGMMA_FUSED_STORED = {64: 1024, 128: 1536}, 0.72, {64: 256, 128: math.inf}
 # Pieces of work of the last sections of heads, whose end is simulated; of the whole time what less of it has to be.
 SIMULATED_PIECES, SECTION_GAIN = 1024, 0.02
 SECTION_WAVES = 8  # pieces for each multiprocessor, in calls of which a section may have more heads
@@ -355,7 +355,9 @@ def _order_gains(problem: Problem, processors: int) -> bool:
     if problem.varlen or problem.ragged or not 1 / WGMMA_ORDER_UNEVEN <= problem.Tq / problem.Tk <= WGMMA_ORDER_UNEVEN:
         return False
     if not problem.has_band and is_wide(problem):
-        gains = max(problem.d, problem.dv) <= 3 * WGMMA_SLAB and keys >= WGMMA_ORDER_KEYS
+        shortest, longest = WGMMA_ORDER_KEYS
+        gains = max(problem.d, problem.dv) <= 3 * WGMMA_SLAB and shortest <= keys <= longest
+        gains &= problem.softcap is None and not problem.alibi
         return gains and not _has_sums(replace(problem, deterministic=True), processors, bc)
     if not problem.has_band:
         few, least, most = WGMMA_ORDER_DIVIDED
@@ -520,7 +522,7 @@ def _divided_by_heads(problem: Problem, processors: int, br: int, bc: int) -> Di
     alike = not problem.has_band and problem.Tq <= 2 * problem.Tk
     if problem.deterministic and br == WGMMA_BACKWARD_APART and alike:  # many blocks of keys meet at few rows then
         few = WGMMA_HEADS_FEW * (1 + (group > 1))  # to several sums
-        most = min(most, group if group > WGMMA_HEADS_FEW else few)
+        most = min(most, max(group, few))
     if uneven and group > 1:
         least = -(-group // WGMMA_HEADS_IN_ORDER) if problem.deterministic else 1
         parts = _parts_done_first(rows, heads, group, br // WGMMA_ROWS, least, most, processors)
@@ -540,14 +542,14 @@ def _divided_by_heads(problem: Problem, processors: int, br: int, bc: int) -> Di
             more = (WGMMA_DIVIDED_COST + parts / 2) * (parts > 1)
             turns = -(-heads * keys * parts // processors)
             at_once = not problem.deterministic and heads * keys <= processors
-            if group % min(parts, group) and (by_rows or at_once):  # one has the long ones
+            if by_rows or at_once:  # one has the long ones
                 each = most_of_one
         return max(turns * (each + more), most_of_one + more)
 
     parts = min(_numbers_of_parts(group, most), key=steps)
     without = WGMMA_HEADS_GAIN * steps(1)
-    if by_rows:
-        others = _divided(heads * keys, longest, group, processors)
+    others = _divided(heads * keys, longest, group, processors)
+    if by_rows and others.threads:
         whole = (heads * keys - others.halved - others.others) / processors * longest * group
         without = min(without, WGMMA_HEADS_ROWS * (whole + _steps_of_divided(others, longest, group)))
     return Divided(0, heads * keys, parts) if steps(parts) < without else Divided()
@@ -562,8 +564,8 @@ def _numbers_of_parts(group: int, most: int) -> list[int]:
 def _parts_done_first(
     rows: tuple[int, ...], heads: int, group: int, each: int, least: int, most: int, processors: int
 ) -> int:
-    """Into how many parts blocks of keys are divided, if at all, which have so many blocks of ``rows`` of ``group``
-    query heads, of so many steps ``each``: the number with which the last multiprocessor is done first."""
+    """Into how many parts blocks of keys are divided, which have so many blocks of ``rows`` of ``group`` query heads,
+    of so many steps ``each``: the number with which the last multiprocessor is done first; ``least``, if that gains."""
     begin, share = WGMMA_HEADS_COST
     can_be_divided = any(group % n == 0 for n in range(2, group))
 
@@ -576,7 +578,9 @@ def _parts_done_first(
         behind = WGMMA_HEADS_UNEVEN[can_be_divided] if group % of_heads else 1.0
         return last_end(lengths, heads, heads, processors) * behind
 
-    return min((n for n in _numbers_of_parts(group, most) if n == 1 or n >= least), key=end)
+    every = _numbers_of_parts(group, most)
+    best = min((n for n in every if n >= min(least, every[-1])), key=end)
+    return best if end(best) < end(1) else min(every, key=end)
 
 
 def _has_sums(problem: Problem, processors: int, bc: int) -> bool:
@@ -610,9 +614,9 @@ def _has_sums(problem: Problem, processors: int, bc: int) -> bool:
     keys, some = WGMMA_SUMS_PAIRS
     paired = problem.group > 1 and not by_head and WGMMA_SLAB < width <= bc
     far |= band and paired and blocks >= keys and waves > some
-    many = waves > WGMMA_DIAGONAL[(blocks >= WGMMA_SUMS_USUAL) + (blocks >= WGMMA_DIAGONAL_KEYS)]  # none are DIAGONAL
+    many = waves > _most_of_levels(blocks)  # else they are DIAGONAL
     many &= not WGMMA_SUMS_FULL[0] < waves <= WGMMA_SUMS_FULL[1]
-    far |= band and problem.group == WGMMA_HEADS_FEW and not (is_wide(problem) or by_head) and many
+    far |= band and problem.group == WGMMA_HEADS_FEW and not by_head and many
     return not (short or far) and (not band or _has_upper_end(problem))
 
 
@@ -695,7 +699,7 @@ def _levels(problem: Problem, processors: int, bc: int) -> Divided:
     """How such blocks of keys are divided under a mask (DIAGONAL in cuda/sm90/backward.cuh): into parts of as many rows
     each, and so many of these going up, as take least time."""
     keys, heads = -(-problem.Tk // bc), problem.B * problem.Hkv
-    if heads * keys > WGMMA_DIAGONAL[(keys >= WGMMA_SUMS_USUAL) + (keys >= WGMMA_DIAGONAL_KEYS)] * processors:
+    if heads * keys > _most_of_levels(keys) * processors:
         return Divided()
     long, held = min(-(-problem.Tq // bc), keys), WGMMA_SUMS_BYTES // _bytes_of_sums(problem)
     rows = [rows_that_see(problem, j * bc, bc) for j in range(keys - 1, -1, -1)]
@@ -727,6 +731,11 @@ def _levels(problem: Problem, processors: int, bc: int) -> Divided:
                 end = last_end(some, heads, heads, processors) + rest
                 best, least = (way, end) if end < least else (best, least)
     return best
+
+
+def _most_of_levels(keys: int) -> float:
+    """Up to how many blocks of keys for each multiprocessor they are divided so, where a head has so many."""
+    return WGMMA_DIAGONAL[(keys >= WGMMA_SUMS_USUAL) + (keys >= WGMMA_DIAGONAL_KEYS)]
 
 
 def _together(problem: Problem) -> bool:

@@ -359,6 +359,9 @@ def test_blocks_of_keys_in_a_fixed_order(name, dtype, monkeypatch):
 SEVERAL = {
     "no mask, d = 64": (dict(Hq=20, Tq=1600, Tk=1700, d=64), 1, 0),
     "no mask, divided, d = 64": (dict(B=2, Hq=2, Tq=1900, Tk=2000, d=64), 1, 0),
+    "no mask, divided, shared, d = 64": (dict(Hq=4, Hkv=2, Tq=1900, Tk=2000, d=64), 1, 0),
+    "no mask, divided, shared, alibi": (dict(
+        Hq=3, Hkv=1, Tq=1700, Tk=1849, d=64, alibi_slopes=np.array([0.5, 0.1, 0.0])), 1, 0),
     "no mask, last ones divided, d = 64": (dict(Hq=12, Tq=2048, d=64), 1, 0),
     "no mask, in pairs": (dict(Hq=12, Tq=1536, Tk=1664, d=128), 1, 0),
     "no mask, divided, in pairs": (dict(Hq=3, Tq=2048, d=96), 1, 0),

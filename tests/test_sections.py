@@ -121,7 +121,8 @@ def test_many_columns_have_more_late_blocks_of_keys(least, late, monkeypatch):
     (dict(Hq=16, Hkv=8, T=10240, causal=True), 8), (dict(B=2, Hq=32, Hkv=8, T=4608, causal=True), 16),
     # Of very many blocks of keys two turns sooner
     (dict(Hq=14, Hkv=7, T=12032, causal=True), 7), (dict(Hq=14, Hkv=7, T=12288, causal=True), 2),
-    (dict(Hq=10, Hkv=5, T=12288, causal=True), 5),
+    (dict(Hq=10, Hkv=5, T=12288, causal=True), 5), (dict(Hq=30, Hkv=5, T=14592, causal=True), 5),
+    (dict(Hq=30, Hkv=5, T=15104, causal=True), 2),
     # Where they do not: all, more than half, all; of few blocks of keys those in four turns; else by when they end
     (dict(Hq=7, T=8192, causal=True), 7), (dict(Hq=10, T=8192, causal=True), 6), (dict(Hq=12, T=8192, causal=True), 12),
     (dict(B=2, Hq=32, T=2048, causal=True), 32), (dict(B=8, Hq=16, T=2048, causal=True), 32),
@@ -138,6 +139,7 @@ def test_many_columns_have_more_late_blocks_of_keys(least, late, monkeypatch):
     (dict(B=8, Hq=105, Hkv=15, T=768, d=64, dv=128), 20), (dict(B=8, Hq=15, T=768, d=64, dv=128), 40),
     (dict(B=3, Hq=105, Hkv=15, T=1664, d=64, dv=128), 15), (dict(B=8, Hq=48, Hkv=3, T=768, d=64, dv=128), 8),
     (dict(B=8, Hq=36, Hkv=6, T=640), 24), (dict(B=8, Hq=24, Hkv=6, T=640), 48), (dict(B=6, Hq=30, Hkv=5, T=768), 30),
+    (dict(B=2, Hq=112, Hkv=16, T=384, d=256), 32), (dict(Hq=128, Hkv=2, T=16384, sinks=True), 2),
     # Rows go down, in sections alike
     (dict(B=8, Hq=28, Hkv=7, T=1280, d=96, causal=True), 19), (dict(Hq=80, Hkv=5, T=7872, d=64, causal=True), 3),
     (dict(B=8, Hq=32, Hkv=8, T=1024, causal=True), 32), (dict(B=8, Hq=32, Hkv=2, T=2048, d=64, causal=True), 16),
@@ -151,6 +153,7 @@ def test_many_columns_have_more_late_blocks_of_keys(least, late, monkeypatch):
     # Of many blocks of keys in up to 3.6, but of 256 columns if few share them
     (dict(B=2, Hq=20, Hkv=5, T=5120, d=256, causal=True), 5), (dict(B=2, Hq=25, Hkv=5, T=5120, d=256, causal=True), 1),
     (dict(Hq=56, Hkv=7, T=6272, d=192, dv=128, causal=True), 4),
+    (dict(B=3, Hq=12, Hkv=3, T=5760, d=192, causal=True), 5),
     (dict(B=8, Hq=64, Hkv=8, T=2944, d=256, causal=True), 5),
     (dict(B=4, Hq=32, Hkv=8, T=2048, d=256, causal=True), 7), (dict(B=8, Hq=24, Hkv=8, T=2944, d=256, causal=True), 5),
     # Not so where sequences are packed, whose blocks of keys are in one line
@@ -188,6 +191,8 @@ def test_how_many_heads_a_section_has_in_a_fixed_order(options, in_order):
     (dict(Hq=8, T=16384, d=64, causal=True), (2, 64)), (dict(Hq=16, T=8192, d=64, causal=True), (16, 32)),
     # Where query heads share keys, 100 MiB
     (dict(Hq=32, Hkv=16, T=7104, d=64, causal=True), (4, 28)),
+    (dict(Hq=32, Hkv=16, T=6336, d=64, causal=True), (16, 40)),
+    (dict(Hq=32, Hkv=16, T=6464, d=64, causal=True), (6, 25)),
     (dict(Hq=16, Hkv=8, T=10112, d=64, causal=True), (8, 49)),
     (dict(Hq=16, T=8192, d=64, dv=128, causal=True), (4, 32)), (dict(Hq=9, T=3072, d=256, causal=True), (5, 24)),
 ])  # fmt: skip

@@ -51,6 +51,11 @@ ROUND = {
     "all in four, fewer rows": (dict(B=1, Hq=2, Tq=200, Tk=900, d=64), "all in 4", True, 8),
     "by heads": (dict(B=1, Hq=4, Hkv=2, Tq=300, Tk=400, d=64), "by heads in 2", False, 2),
     "by heads and rows": (dict(B=1, Hq=4, Hkv=2, Tq=300, Tk=300, d=128), "by heads in 4", False, 2),
+    "by heads, residues": (dict(B=1, Hq=4, Hkv=2, Tq=500, Tk=600, d=64), "by heads in 2", True, 4),
+    "by heads and rows, residues": (dict(B=1, Hq=2, Hkv=1, Tq=900, Tk=600, d=64), "by heads in 4", True, 4),
+    "by heads and rows, residues, lengths": (LENGTHS | dict(Hq=3, Hkv=1, d=64), "by heads in 6", True, 4),
+    "by heads and rows, residues, alibi": (
+        dict(B=1, Hq=2, Hkv=1, Tq=600, Tk=700, d=64, alibi_slopes=np.array([0.5, 0.1])), "by heads in 8", True, 4),
     "by rows": (dict(B=1, Hq=1, Tq=700, Tk=500, d=64), "by heads in 4", True, 8),
     "by rows, lengths": (LENGTHS | dict(d=128), "by heads in 3", True, 4),
     "pairs": (dict(B=1, Hq=2, Tq=400, Tk=500, d=128), "pairs", False, 2),

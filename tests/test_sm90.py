@@ -303,6 +303,13 @@ def test_which_calls_have_rows_that_others_prepare(options, fused, d):
     assert tiles.family == "wgmma" and (tiles.lag > 0) == fused
 
 
+@pytest.mark.parametrize("T, deterministic, fused", [(440, False, 0), (448, False, 1), (700, True, 1), (640, True, 0)])
+def test_rows_of_a_last_block_count_as_a_whole_one_in_a_fixed_order(T, deterministic, fused):
+    fixed = dict(B=8, Hq=8, Hkv=8, Tq=T, Tk=T, d=128, dv=128, dtype="bfloat16", backend="cupy_raw")
+    tiles = plan_tiles(problem(**fixed, deterministic=deterministic), H200, "backward")
+    assert tiles.family == "wgmma" and (tiles.lag > 0) == fused
+
+
 lengths = st.lists(st.integers(1, 40), min_size=1, max_size=9)
 
 
@@ -431,7 +438,8 @@ def test_which_calls_have_not(options, d):
     # Two to four query heads of few columns: in up to eight parts, neighbouring ones with sums of their own
     (dict(Hq=2, T=4160, d=64), 4, 1, (0, 33, 4)), (dict(Hq=2, T=5376, d=64), 4, 1, (0, 42, 6)),
     (dict(Hq=4, T=5696, d=64), 4, 1, (0, 45, 8)), (dict(Hq=5, T=5696, d=64), 2, 1, (0, 45, 5)),
-    (dict(Hq=1, T=4160, d=64), 8, 1, (0, 33, 4)), (dict(Hq=2, T=4160, d=64, dv=128), 2, 1, (0, 33, 4)),
+    (dict(Hq=1, T=4160, d=64), 8, 1, (0, 33, 4)), (dict(Hq=1, T=3200, d=64), 8, 1, (0, 25, 4)),
+    (dict(Hq=2, T=4160, d=64, dv=128), 2, 1, (0, 33, 4)), (dict(Hq=16, T=1024, d=64), 2, 1, (0, 8, 16)),
 ])  # fmt: skip
 def test_query_heads_come_together_without_a_mask_as_far_as_l2_holds_their_sums(options, sums, together, divided):
     """Blocks of keys begin at rows of their own. Where L2 does not hold those of all heads, one comes after the other
@@ -449,7 +457,9 @@ def test_query_heads_come_together_without_a_mask_as_far_as_l2_holds_their_sums(
     # Seven blocks of keys: of few heads, and of more where they are shared
     (dict(B=2, Hq=13, T=896), 1), (dict(B=2, Hq=28, T=896), 1), (dict(B=2, Hq=29, T=896), 0),
     (dict(B=8, Hq=20, Hkv=5, T=896), 1), (dict(B=4, Hq=60, Hkv=30, T=896), 1), (dict(B=4, Hq=68, Hkv=34, T=896), 0),
-    (dict(B=2, Hq=13, T=640), 0), (dict(B=2, Hq=87, Hkv=29, T=640), 0),
+    (dict(B=2, Hq=87, Hkv=29, T=640), 0), (dict(B=2, Hq=87, Hkv=29, Tq=896, T=640), 0),  # five
+    (dict(B=2, Hq=13, Tq=4096, T=896, deterministic=False), 0),
+    (dict(B=8, Hq=24, Hkv=4, Tq=1500, T=1920, causal=True), 0),
 ])  # fmt: skip
 def test_an_odd_number_of_blocks_of_keys_has_pairs_if_there_is_room_for_one_more(options, paired):
     """In a fixed order without a mask."""
@@ -616,6 +626,8 @@ def test_parts_of_unlike_numbers_of_heads_take_as_long_as_the_longest(options, p
 @pytest.mark.parametrize("options, parts", [
     (dict(Hq=32, T=8192), 8), (dict(B=4, Hq=24, Hkv=2, T=1984), 4), (dict(B=8, Hq=48, Hkv=3, T=768, d=64, dv=128), 4),
     (dict(Hq=64, Hkv=8, B=3, T=1088), 1),  # not divided at all
+    (dict(Hq=71, T=2048), 16), (dict(Hq=128, T=2048), 16),  # of more, where there can be no more parts
+    (dict(Hq=80, Hkv=4, T=8192, d=64), 2),  # or where two gain, and five do not
 ])  # fmt: skip
 def test_in_a_fixed_order_parts_have_up_to_four_query_heads(options, parts):
     """As measured (bench/notes/sm90.md, run AO)."""
@@ -662,7 +674,8 @@ def test_long_calls_are_planned_by_some_of_their_blocks(monkeypatch):
     (dict(d=192, dv=128, Hq=6, B=2), True), (dict(d=192, dv=128, Hq=6, B=8), False),
     # Of 256 columns more where turns are not nearly full, up to six
     (dict(Hq=8, B=5), True), (dict(Hq=8, B=4), False), (dict(Hq=8, B=8), False), (dict(Hq=6, B=5), True),
-    (dict(Hq=4, B=5), False), (dict(Hq=8, B=13), False), (dict(d=192, dv=128, Hq=6, B=5), False),
+    (dict(Hq=4, B=5), False), (dict(Hq=8, B=11), True), (dict(Hq=8, B=13), False),
+    (dict(d=192, dv=128, Hq=6, B=5), False),
     # Only where the band has an upper end alone, all rows and keys are known, and about as many
     (dict(causal=False), False), (dict(window=(500, 0)), False), (dict(varlen=True), False), (dict(ragged=True), False),
     (dict(Tk=4096), True), (dict(Tk=4160), False), (dict(Tq=4160), False),
@@ -681,6 +694,10 @@ def test_long_calls_are_planned_by_some_of_their_blocks(monkeypatch):
     (dict(d=192, dv=128, causal=False, Hkv=16, B=8), True), (dict(d=192, dv=128, causal=False, B=40, T=1024), True),
     (dict(d=192, dv=128, causal=False, Hkv=16, B=12, T=960), False), (dict(causal=False, Hkv=16, B=8), False),
     (dict(d=192, dv=128, causal=False, B=4), False), (dict(d=192, causal=False, Hkv=16, B=8), False),
+    (dict(d=192, dv=128, causal=False, Hkv=16, T=16384), True),
+    (dict(d=192, dv=128, causal=False, Hkv=16, T=16448), False),
+    (dict(d=192, dv=128, causal=False, Hkv=16, B=8, softcap=1.0), False),
+    (dict(d=192, dv=128, causal=False, Hkv=16, B=8, alibi=True), False),
     # Few rows, and rows that see no key
     (dict(d=128, dv=128, B=200, T=64), False), (dict(d=128, dv=128, Hkv=4, B=20, Tq=768, Tk=512), False),
 ])  # fmt: skip
