@@ -892,9 +892,9 @@ def test_a_schedule_is_found_once(device_by_name, monkeypatch, taken):
     (dict(B=8, Hq=32, Hkv=2, T=2048, d=64, deterministic=True), 16),
     (dict(Hq=96, Hkv=1, T=2048, deterministic=True), 1),
     (dict(B=8, Hq=32, Hkv=8, T=2048, d=256, deterministic=True), 7),
-    (dict(B=4, Hq=32, Hkv=8, T=4096, d=256, deterministic=True), 2),
+    (dict(B=4, Hq=32, Hkv=8, T=4096, d=256, deterministic=True), 7),
     (dict(Hq=32, Hkv=8, T=2048, d=256, deterministic=True), 8),
-    (dict(Hq=10, T=8192, deterministic=True), 6), (dict(Hq=16, T=8192, deterministic=True), 4),
+    (dict(Hq=10, T=8192, deterministic=True), 6), (dict(Hq=16, T=8192, deterministic=True), 16),
     (dict(Hq=12, T=8192, deterministic=True), 12), (dict(Hq=5, T=16384, deterministic=True), 3),
     (dict(B=8, Hq=32, Hkv=2, T=2048, d=256, deterministic=True), 8),
 ])  # fmt: skip
