@@ -435,6 +435,7 @@ def test_which_calls_have_not(options, d):
     (dict(Hq=5, T=12544, d=64), 4, 0, (66, 32, 4)), (dict(Hq=8, Hkv=2, T=9344, d=64), 2, 0, (0, 14, 8)),
     (dict(Hq=9, Hkv=3, T=3456, d=64), 2, 1, (0, 81, 3)), (dict(B=3, Hq=4, T=4224, d=64), 2, 0, (66, 33, 4)),
     (dict(Hq=6, T=10688, d=64), 2, 1, (0, 84, 3)), (dict(B=8, Hq=48, Hkv=3, T=768, d=64, dv=128), 1, 1, (0, 144, 4)),
+    (dict(Hq=4, Hkv=4, T=5120, d=64, dv=128), 4, 1, (0, 160, 3)),  # not of one query head
     # Two to four query heads of few columns: in up to eight parts, neighbouring ones with sums of their own
     (dict(Hq=2, T=4160, d=64), 4, 1, (0, 33, 4)), (dict(Hq=2, T=5376, d=64), 4, 1, (0, 42, 6)),
     (dict(Hq=4, T=5696, d=64), 4, 1, (0, 45, 8)), (dict(Hq=5, T=5696, d=64), 2, 1, (0, 45, 5)),
