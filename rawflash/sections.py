@@ -52,9 +52,9 @@ TURNS_DOWN_WIDE, KEYS_DOWN, TURNS_WIDE = (1.75, 3.6), 48, (2.6, 4.0)
 # In pairs under a mask, all heads, where a head has at least so many blocks of keys and there are more than so many for
 # each multiprocessor (one of these), up to so many; of these, from and up to so many, more than half of them, so that
 # sections are not alike. Of a head with fewer than so many, from so many for each multiprocessor on, those that come in
-# four turns.
+# two turns: more are as fast for a while, and slower at the limit of power.
 SECTION_PAIRED, SECTION_PAIRED_MOST = ((64, 3.0), (48, 5.5)), 8.0
-SECTION_UNLIKE, SECTION_FEW_KEYS = (4.0, 5.2), (24, 6.0)
+SECTION_UNLIKE, SECTION_FEW_KEYS = (4.0, 5.2), (32, 6.0)
 # Where query heads share keys, half of those that come in more than two turns up to so many, all of others up to so
 # many (of so many blocks of keys of a head, up to so many), of more as many as come in two turns; where fewer than
 # WGMMA_HEADS_FEW share them, five eighths from and up to so many.
@@ -166,8 +166,8 @@ def _section_in_order(problem: Problem, tiles: Tiles, heads: int, key_blocks: in
         many = any(key_blocks >= keys and waves > some for keys, some in SECTION_PAIRED)
         if paired and many and waves <= SECTION_PAIRED_MOST:
             return heads // 2 + 1 if SECTION_UNLIKE[0] < waves <= SECTION_UNLIKE[1] else heads
-        in_four = paired and key_blocks < SECTION_FEW_KEYS[0] and waves > SECTION_FEW_KEYS[1]
-        return _alike(heads, 2 * two_turns) if in_four else 0
+        in_two = paired and key_blocks < SECTION_FEW_KEYS[0] and waves > SECTION_FEW_KEYS[1]
+        return _alike(heads, two_turns) if in_two else 0
     many_share = problem.group > WGMMA_HEADS_FEW and key_blocks <= SHARED_KEYS
     at_once = many_share and not (paired or is_wide(problem))
     if not at_once and waves <= TWO_WAVES or paired and key_blocks >= SECTION_KEYS and waves <= SECTION_NO_MASK:

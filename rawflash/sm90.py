@@ -44,13 +44,14 @@ WGMMA_BACKWARD_KEYS = 128  # Bc
 WGMMA_BACKWARD_APART = 128  # Br where a warpgroup of its own computes dQ and adds it
 WGMMA_BACKWARD_MOST = 256  # head dimension
 WGMMA_BACKWARD_STAGES, WGMMA_BACKWARD_S = {64: 3, 128: 2}, 2  # blocks of Q and dO on chip at once, by Br, and of dS
-# Blocks of threads prepare and finish rows of others while they compute: from so many of them for each multiprocessor
-# (by whether there is a fixed order, and a mask: singly; in pairs; and at least where all would be divided by heads
-# else) and so many blocks of keys on, and where at least so many rows see one, on average (by the wider of d and dv);
-# so many multiprocessors' blocks later and earlier. In a fixed order from more rows on (without a mask, of whole
-# blocks): without this the first one to add stores, and there is less to gain.
-WGMMA_FUSED = {(False, False): (0.0, 0.0, 0.5), (False, True): (4.0, 1.9, 0.0),
-               (True, False): (4.0, 0.0, 0.0), (True, True): (4.0, 0.4, 1.2)}  # fmt: skip
+# Blocks of threads prepare and finish rows of others while they compute: under a mask from so many of them for each
+# multiprocessor on (by whether there is a fixed order: singly; in pairs); without one where it takes at most so many
+# times as many steps as else (singly; in pairs, which are faster), of which each of those that share rows of a block of
+# keys costs so many more. From so many blocks of keys on, and where at least so many rows see one, on average (by the
+# wider of d and dv); so many multiprocessors' blocks later and earlier. In a fixed order from more rows on (without a
+# mask, of whole blocks): without this the first one to add stores, and there is less to gain.
+WGMMA_FUSED = {False: (4.0, 1.9), True: (4.0, 0.4)}
+WGMMA_FUSED_GAIN, WGMMA_SHARE_COST = {False: (1.0, 1.1), True: (1.0, 1.19)}, 0.5
 WGMMA_FUSED_KEYS, WGMMA_FUSED_LAG = 4, 1.0
 WGMMA_FUSED_ROWS, WGMMA_FUSED_IN_ORDER = {64: 256, 128: 448}, {64: math.inf, 128: 768}
 WGMMA_FUSED_STAGES = 2
@@ -104,10 +105,9 @@ WGMMA_SUMS_TOGETHER = (0.3, 46 << 20)
 # Different ones of neighbouring blocks of keys: where there are so many blocks of rows for each of those for each
 # multiprocessor (in cuda/sm90/fa2_backward.cu; fa2_backward_wide.cu); of many columns not where sections of two for
 # each multiprocessor (so many, which the last one may exceed) are more than two and have fewer on average, nor in two
-# of these where blocks of rows are fewer than for the other kernel. No pairs up to so many (of a head with fewer blocks
-# of keys than WGMMA_SUMS_USUAL, or more). Twice as many where rows have so many blocks, and some blocks of keys are
-# divided in two and others in four or more.
-WGMMA_SUMS_ROWS, WGMMA_SUMS_WAVES, WGMMA_SUMS_SINGLY, WGMMA_SUMS_UNLIKE = (12.0, 10.0), (2.1, 1.65), (0.5, 0.25), 64
+# of these where blocks of rows are fewer than for the other kernel. Twice as many where rows have so many blocks, and
+# some blocks of keys are divided in two and others in four or more.
+WGMMA_SUMS_ROWS, WGMMA_SUMS_WAVES, WGMMA_SUMS_UNLIKE = (12.0, 10.0), (2.1, 1.65), 64
 # DIAGONAL: up to so many for each multiprocessor (of a head with fewer blocks of keys than WGMMA_SUMS_USUAL; than so
 # many; or more). In rows, what it costs to begin and to end a block of threads, to share a block of keys, and each of
 # the sums that are added up in the end. About so many lengths of parts are tried.
@@ -126,10 +126,9 @@ WGMMA_ORDER_ROOM, WGMMA_ORDER_KEYS = (3, 1.05, 6.0), (16, 256)
 WGMMA_ORDER_SHORT, WGMMA_ORDER_DIVIDED, WGMMA_ORDER_UNEVEN = (3, 3, 9, 1.9, 2.0), (16, 1.3, 4.0), 2.0
 # Of rows that see a block of keys, on average: from so many on two blocks of threads go through them together; in a
 # fixed order wherever they can. Of an odd number of blocks of keys the last one is beside one that does not exist: from
-# so many on (by whether there is a fixed order, and a mask). In a fixed order without a mask, up to so many for each
-# multiprocessor, only if pairs come in as many turns; and from so many on, up to so many for each multiprocessor (of
-# one query head of a key head; of more).
-WGMMA_PAIRED_ROWS, WGMMA_PAIRED_ROOM, WGMMA_PAIRED_ODD_FEW = 2048, 2.1, (7, 3.0, 7.0)
+# so many on (by whether there is a fixed order, and a mask). In a fixed order without a mask from so many on, up to so
+# many for each multiprocessor (of one query head of a key head; of more).
+WGMMA_PAIRED_ROWS, WGMMA_PAIRED_ODD_FEW = 2048, (7, 3.0, 7.0)
 WGMMA_PAIRED_ODD = {(False, False): 20, (False, True): 34, (True, False): 9, (True, True): 17}
 # The first one of a causal band stores its dQ, so that no sums are cleared: up to so many rows and keys (by the wider
 # of d and dv), where there are so many heads for each multiprocessor; and from so many rows on others prepare some, in
@@ -318,28 +317,26 @@ def wgmma_backward(problem: Problem, chip: Chip) -> Tiles:
     if not _can_be_fused(problem):
         return alone
     fused = _wgmma_keys(problem, chip, d, dv, max(int(WGMMA_FUSED_LAG * processors), 1))
-    paired, band = dict(fused.constants)["PAIRED"], problem.has_band
-    blocks = problem.B * problem.Hkv * -(-problem.Tk // fused.bc)
-    *fewest, divided = WGMMA_FUSED[problem.deterministic, band]
-    few = blocks < max(fewest[paired], divided if alone.divided.threads else 0) * processors
-    # In a fixed order it takes longer from one turn to the next than a step of 64 rows, unless in pairs; where rows can
-    # go down it does not
-    slow = problem.deterministic and fused.br < WGMMA_BACKWARD_APART and not paired
-    few_keys = _has_few_keys(problem, fused.bc)
-    few_sums = blocks <= WGMMA_SUMS_SINGLY[not few_keys] * processors
-    slow |= dict(alone.constants)["SUMS"] > 1 and (band or not paired or few_sums)
-    waves = blocks / processors
+    fits = fused.smem_bytes <= chip.on_chip_bytes
+    return fused if fits and _fused_is_faster(problem, fused, alone, processors) else alone
+
+
+def _fused_is_faster(problem: Problem, fused: Tiles, alone: Tiles, processors: int) -> bool:
+    """Where blocks of threads prepare and finish rows of others, than with kernels of their own for that?"""
+    paired = dict(fused.constants)["PAIRED"]
+    if problem.deterministic and fused.br < WGMMA_BACKWARD_APART and not paired:
+        return False  # from one turn to the next it takes longer than a step of so few rows
+    if not problem.has_band:
+        most = WGMMA_FUSED_GAIN[problem.deterministic][paired] * _steps_without_mask(problem, alone, processors)
+        return _steps_without_mask(problem, fused, processors) <= most
+    if dict(alone.constants)["SUMS"] > 1 or _together(problem) and not paired:
+        return False
+    waves = problem.B * problem.Hkv * -(-problem.Tk // fused.bc) / processors
+    if waves < WGMMA_FUSED[problem.deterministic][paired]:
+        return False
     least, most, *turns = WGMMA_DOWN_SINGLY
     singly = least <= problem.group <= most and any(low < waves <= high for low, high in turns)
-    slow |= rows_down(problem) and (waves < WGMMA_DOWN_WAVES or singly)
-    slow |= few_keys and _has_sums(problem, processors, fused.bc) and _are_apart(problem, alone.divided)
-    # Of an odd number one more, which there is no room for, unless the last ones are divided, of many
-    even = problem.B * problem.Hkv * padded(-(-problem.Tk // fused.bc), 2)
-    no_room = -(-even // processors) > -(-blocks // processors)
-    no_room &= not fused.divided.threads or blocks <= WGMMA_PAIRED_ROOM * processors
-    slow |= problem.deterministic and bool(paired and not band) and no_room
-    slow |= _together(problem) and not paired
-    return alone if few or slow or fused.smem_bytes > chip.on_chip_bytes else fused
+    return not (rows_down(problem) and (waves < WGMMA_DOWN_WAVES or singly))
 
 
 def _order_gains(problem: Problem, processors: int) -> bool:
@@ -505,6 +502,21 @@ def _steps_of_divided(divided: Divided, rows: int, group: int) -> float:
     """How long these blocks of keys take."""
     shares = (2 * bool(divided.halved), divided.parts * bool(divided.others))
     return sum(rows * group / n + WGMMA_DIVIDED_COST for n in shares if n)
+
+
+def _steps_without_mask(problem: Problem, tiles: Tiles, processors: int) -> float:
+    """When the last multiprocessor is done with blocks of keys of which each row sees all: in blocks of WGMMA_ROWS."""
+    constants, divided, group = dict(tiles.constants), tiles.divided, problem.group
+    together = 1 + constants["PAIRED"]
+    rows, each = -(-problem.Tq // (together * tiles.br)), together * tiles.br / WGMMA_ROWS
+    blocks = problem.B * problem.Hkv * padded(-(-problem.Tk // tiles.bc), together)
+    begin, share = WGMMA_DIVIDED_COST, WGMMA_SHARE_COST
+    if constants["TOGETHER"]:  # all of them are divided, by query heads, and then by rows
+        longest = -(-group // min(divided.parts, group)) * -(-rows // max(divided.parts // group, 1))
+        return -(-blocks * divided.parts // processors) * (longest * each + begin)
+    whole = -(-(blocks - divided.halved - divided.others) // processors) * (rows * group * each + begin)
+    shares = (2 * bool(divided.halved), divided.parts * bool(divided.others))
+    return whole + sum(-(-rows // n) * group * each + begin + share * n for n in shares if n)
 
 
 def _divided_by_heads(problem: Problem, processors: int, br: int, bc: int) -> Divided:

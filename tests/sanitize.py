@@ -151,10 +151,10 @@ def cases():
 
 
 AS_THEY_ARE = {name: getattr(sm90, name) for name in (
-    "WGMMA_FEWEST", "WGMMA_FUSED", "WGMMA_FUSED_KEYS", "WGMMA_FUSED_LAG", "WGMMA_FUSED_ROWS",
+    "WGMMA_FEWEST", "WGMMA_FUSED", "WGMMA_FUSED_GAIN", "WGMMA_FUSED_KEYS", "WGMMA_FUSED_LAG", "WGMMA_FUSED_ROWS",
     "WGMMA_FUSED_IN_ORDER", "WGMMA_FUSED_STORED", "WGMMA_PAIRED_ROWS", "WGMMA_PAIRED_ODD", "WGMMA_STORED",
     "WGMMA_STORED_HEADS", "WGMMA_TOGETHER", "WGMMA_SUMS", "WGMMA_SUMS_KEYS", "WGMMA_SUMS_ONCE", "WGMMA_SUMS_SHORT",
-    "WGMMA_SUMS_ROWS", "WGMMA_SUMS_SINGLY", "WGMMA_SUMS_GROUP", "_divided", "_divided_by_heads", "_levels",
+    "WGMMA_SUMS_ROWS", "WGMMA_SUMS_GROUP", "_divided", "_divided_by_heads", "_levels",
     "_is_by_head", "_order_gains",
 )}  # fmt: skip
 
@@ -172,14 +172,13 @@ def plan_for(name):
     if "sums cleared" in name:
         changed["WGMMA_STORED"] = {64: 0, 128: 0}
     if name.startswith("warpgroups, rows of others"):
-        changed |= {"WGMMA_FUSED": defaultdict(lambda: (0, 0, 0)), "WGMMA_FUSED_KEYS": 1, "WGMMA_FUSED_LAG": 0.0,
-                    "WGMMA_FUSED_ROWS": {64: 0, 128: 0}, "WGMMA_FUSED_IN_ORDER": {64: 0, 128: 0},
-                    "WGMMA_FUSED_STORED": {64: 0, 128: 0}}  # fmt: skip
+        changed |= {"WGMMA_FUSED": defaultdict(lambda: (0, 0)), "WGMMA_FUSED_GAIN": ((math.inf,) * 2,) * 2,
+                    "WGMMA_FUSED_KEYS": 1, "WGMMA_FUSED_LAG": 0.0, "WGMMA_FUSED_ROWS": {64: 0, 128: 0},
+                    "WGMMA_FUSED_IN_ORDER": {64: 0, 128: 0}, "WGMMA_FUSED_STORED": {64: 0, 128: 0}}  # fmt: skip
     if "several sums" not in name:
         changed["WGMMA_SUMS"] = {256: (0.0, 0.0)}
     else:
         changed |= {"WGMMA_SUMS_KEYS": 0, "WGMMA_SUMS_ONCE": (0.0, 0.0), "WGMMA_SUMS_SHORT": {256: ()},
-                    "WGMMA_SUMS_SINGLY": (0.0, 0.0),
                     "WGMMA_SUMS_GROUP": {False: math.inf, True: math.inf},
                     "WGMMA_SUMS_ROWS": (0.0 if "residues" in name else math.inf,) * 2,
                     "_is_by_head": lambda *_: "each head" in name}  # fmt: skip

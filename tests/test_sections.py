@@ -123,9 +123,11 @@ def test_many_columns_have_more_late_blocks_of_keys(least, late, monkeypatch):
     (dict(Hq=14, Hkv=7, T=12032, causal=True), 7), (dict(Hq=14, Hkv=7, T=12288, causal=True), 2),
     (dict(Hq=10, Hkv=5, T=12288, causal=True), 5), (dict(Hq=30, Hkv=5, T=14592, causal=True), 5),
     (dict(Hq=30, Hkv=5, T=15104, causal=True), 2),
-    # Where they do not: all, more than half, all; of few blocks of keys those in four turns; else by when they end
+    # Where they do not: all, more than half, all; of few blocks of keys those in two turns; else by when they end
     (dict(Hq=7, T=8192, causal=True), 7), (dict(Hq=10, T=8192, causal=True), 6), (dict(Hq=12, T=8192, causal=True), 12),
-    (dict(B=2, Hq=32, T=2048, causal=True), 32), (dict(B=8, Hq=16, T=2048, causal=True), 32),
+    (dict(B=2, Hq=32, T=2048, causal=True), 16), (dict(B=8, Hq=16, T=2048, causal=True), 16),
+    (dict(Hq=52, T=2048, causal=True), 13), (dict(Hq=48, T=2048, causal=True), 0),
+    (dict(B=4, Hq=16, T=3072, causal=True), 11), (dict(B=4, Hq=16, causal=True), 0),
     (dict(Hq=16, T=8192, causal=True), 16), (dict(Hq=17, T=8192, causal=True), 0), (dict(Hq=16, causal=True), 0),
     (dict(Hq=16, T=6144, causal=True), 16), (dict(Hq=15, T=6144, causal=True), 0),
     (dict(Hq=16, T=5888, causal=True), 0), (dict(B=8, Hq=16, T=1024, causal=True), 0),
@@ -253,7 +255,7 @@ def test_sections_of_drawn_calls():
     (dict(Hq=48, T=3072, d=64), (0, 2, 0)), (dict(Hq=48, T=2944, d=64), (0, 1, 0)),
     (dict(Hq=45, T=2944, d=64), (0, 2, 0)), (dict(Hq=132, d=64), (0, 2, 0)), (dict(Hq=133, d=64), (0, 1, 0)),
     (dict(Hq=64, T=640, d=64), (0, 1, 0)), (dict(Hq=55, T=640, d=64), (0, 2, 0)),
-    (dict(Hq=16, T=1024), (1, 2, 0)), (dict(Hq=8, T=1024), (0, 4, 0)),
+    (dict(Hq=16, T=1024), (1, 2, 0)), (dict(Hq=8, T=1024), (1, 2, 0)), (dict(Hq=8, T=512), (0, 2, 0)),
     (dict(Hq=17, T=1024), (1, 1, 0)), (dict(Hq=1, T=128), (0, 1, 0)),
     (dict(Hq=26, T=1152), (1, 1, 0)), (dict(Hq=29, T=1152), (0, 1, 0)),
     (dict(Hq=35, T=512, d=256), (0, 2, 0)), (dict(Hq=16, T=512, d=256), (0, 2, 0)),

@@ -147,7 +147,6 @@ def several(monkeypatch, undivided):  # noqa: F811
     monkeypatch.setattr(sm90, "WGMMA_SUMS_UNEVEN", np.inf)
     monkeypatch.setattr(sm90, "WGMMA_DIAGONAL", (np.inf, np.inf, np.inf))
     monkeypatch.setattr(sm90, "WGMMA_SUMS_GROUP", {False: np.inf, True: np.inf})
-    monkeypatch.setattr(sm90, "WGMMA_SUMS_SINGLY", (0.0, 0.0))
     monkeypatch.setattr(sm90, "_is_by_head", lambda *_: False)
 
 

@@ -242,11 +242,11 @@ def test_pieces_that_begin_in_turn():
     (dict(Tk=896, deterministic=True), 0), (dict(causal=True, Tq=2176, Tk=2176, deterministic=True), 1),
     (dict(causal=True, Tq=1920, Tk=1920, deterministic=True), 0),
     # Few blocks of keys
-    (dict(Hq=1, Hkv=1), 1), (dict(Hq=1, Hkv=1, causal=True), 0), (dict(B=1, Hq=2, Hkv=2), 0),
+    (dict(Hq=1, Hkv=1), 1), (dict(Hq=1, Hkv=1, causal=True), 0), (dict(B=1, Hq=2, Hkv=2), 1),
     (dict(Hq=3, Hkv=3, causal=True, deterministic=True), 0),
     (dict(Hq=4, Hkv=4, causal=True, deterministic=True), 1), (dict(Hq=1, Hkv=1, causal=True, deterministic=True), 0),
     (dict(B=1, Hq=2, Hkv=2, deterministic=True), 1),
-    (dict(B=1, Hq=1, Hkv=1, deterministic=True), 0), (dict(B=1, Hq=1, Hkv=1, causal=True, deterministic=True), 0),
+    (dict(B=1, Hq=1, Hkv=1, deterministic=True), 1), (dict(B=1, Hq=1, Hkv=1, causal=True, deterministic=True), 0),
 ])  # fmt: skip
 def test_which_calls_have_pairs_of_blocks_of_threads(options, paired):
     """Long ones at d = 128, whose rows others prepare. Under a mask whose band has no lower end, by how many rows see a
@@ -290,17 +290,58 @@ def test_others_clear_sums_in_a_fixed_order(options, monkeypatch):
 @pytest.mark.parametrize("d", [64, 128])
 @pytest.mark.parametrize("options, fused", [
     (dict(), 1), (dict(B=2), 1), (dict(B=1, T=8192), 1), (dict(B=1, T=1024), 1), (dict(B=1, T=1024, causal=True), 0),
-    (dict(B=8, T=384), 0), (dict(B=8, T=512), 1), (dict(T=2048, causal=True), 0), (dict(B=1, Hq=1), 0),
-    (dict(B=1, Hq=8, Hkv=2), 0), (dict(B=1, Hq=6, Hkv=6, T=1024), 1), (dict(B=4, Hq=16, T=2048, causal=True), 1),
+    (dict(B=8, T=384), 0), (dict(B=8, T=512), 1), (dict(T=2048, causal=True), 0), (dict(B=1, Hq=6, Hkv=6, T=1024), 1),
+    (dict(B=4, Hq=16, T=2048, causal=True), 1),
     (dict(sinks=True), 0),
 ])  # fmt: skip
 def test_which_calls_have_rows_that_others_prepare(options, fused, d):
-    """Without a mask all that are long enough, unless they have few blocks of keys, which are divided by heads then."""
+    """Without a mask all that are long enough, if blocks of keys are not few."""
     options = dict(B=4, Hq=8, T=4096) | options
     T, Hkv = options.pop("T"), options.pop("Hkv", options["Hq"])
     tiles = plan_tiles(
         problem(**options, Hkv=Hkv, Tq=T, Tk=T, d=d, dv=d, dtype="bfloat16", backend="cupy_raw"), H200, "backward")
     assert tiles.family == "wgmma" and (tiles.lag > 0) == fused
+
+
+@pytest.mark.parametrize("shape, deterministic, fused", [  # query heads, key heads, B, T, d
+    ((9, 1, 1, 3904, 128), False, 1), ((16, 4, 1, 1152, 128), False, 1), ((3, 1, 2, 3712, 128), False, 1),
+    ((2, 2, 1, 4224, 128), False, 0), ((16, 1, 2, 4224, 128), False, 0), ((32, 1, 1, 5824, 96), False, 0),
+    ((1, 1, 4, 4416, 128), False, 1), ((24, 8, 1, 1408, 96), False, 0), ((7, 1, 1, 4736, 128), False, 0),
+    ((5, 5, 5, 3904, 128), False, 1), ((8, 1, 4, 832, 128), False, 0), ((36, 3, 1, 1920, 64), False, 0),
+    ((36, 3, 1, 1728, 96), False, 0), ((7, 1, 1, 6080, 96), False, 0), ((9, 1, 1, 7488, 64), False, 1),
+    ((8, 1, 1, 2304, 64), False, 1), ((48, 3, 3, 640, 64), False, 0),
+    ((9, 1, 1, 3904, 128), True, 1), ((9, 1, 3, 1216, 128), True, 1), ((16, 1, 4, 1152, 96), True, 1),
+    ((32, 1, 1, 5824, 96), True, 1), ((2, 2, 1, 4224, 128), True, 0), ((16, 1, 2, 4224, 128), True, 0),
+    ((36, 36, 1, 1408, 128), True, 1), ((28, 28, 2, 896, 128), True, 0), ((24, 24, 1, 1408, 128), True, 0),
+    ((20, 4, 3, 1152, 128), True, 1), ((4, 1, 2, 1728, 96), True, 0), ((12, 1, 1, 2624, 128), True, 0),
+    ((35, 5, 1, 768, 128), True, 0), ((12, 12, 1, 3456, 128), True, 1),
+])  # fmt: skip
+def test_without_a_mask_rows_of_others_go_by_steps(shape, deterministic, fused):
+    """As measured (bench/notes/sm90.md, run AP)."""
+    Hq, Hkv, B, T, d = shape
+    fixed = dict(B=B, Hq=Hq, Hkv=Hkv, Tq=T, Tk=T, d=d, dv=d, dtype="bfloat16", backend="cupy_raw")
+    tiles = plan_tiles(problem(**fixed, deterministic=deterministic), H200, "backward")
+    assert tiles.family == "wgmma" and dict(tiles.constants)["FUSED"] == fused
+
+
+@pytest.mark.parametrize("options, lag, paired, divided, steps", [
+    (dict(), 1, 0, (0, 0, 1), 30 + 6),  # two blocks of keys of two heads on four multiprocessors
+    (dict(Tk=260), 1, 0, (0, 0, 1), 2 * 36), (dict(Tk=260), 1, 1, (0, 0, 1), 2 * 36),
+    (dict(Hkv=4, Tk=90), 1, 0, (0, 0, 1), 36), (dict(Hkv=4, Tk=90), 1, 1, (0, 0, 1), 2 * 36),
+    (dict(Tk=260), 1, 0, (0, 2, 2), 36 + 15 + 6 + 1), (dict(Hkv=3), 1, 0, (0, 0, 1), 2 * 36),
+    (dict(Tk=260), 1, 1, (0, 4, 2), 36 + 18 + 6 + 1),  # three of five pairs of blocks of rows
+    (dict(Tk=600), 1, 0, (2, 4, 4), 36 + 15 + 6 + 1 + 9 + 6 + 2),
+    (dict(), 0, 0, (0, 4, 2), 2 * (2 * 10 + 6)), (dict(), 0, 0, (0, 4, 3), 3 * (10 + 6)),
+    (dict(), 0, 0, (0, 4, 6), 6 * (5 + 6)), (dict(d=64, dv=64), 1, 0, (0, 4, 2), 18 + 6 + 1),
+])  # fmt: skip
+def test_steps_of_blocks_of_keys_without_a_mask(options, lag, paired, divided, steps):
+    """Of three query heads for each of two key heads, and ten blocks of rows."""
+    fixed = dict(B=1, Hkv=2, Tq=640, Tk=256, d=128, dv=128, dtype="bfloat16", backend="cupy_raw") | options
+    of = problem(Hq=3 * fixed["Hkv"], **fixed)
+    tiles = plan_tiles(of, H200, "backward")
+    constants = dict(tiles.constants) | {"PAIRED": paired, "TOGETHER": int(not lag and divided[1] > 0)}
+    tiles = replace(tiles, lag=lag, divided=Divided(*divided), constants=tuple(constants.items()))
+    assert sm90._steps_without_mask(of, tiles, 4) == steps
 
 
 @pytest.mark.parametrize("T, deterministic, fused", [(440, False, 0), (448, False, 1), (700, True, 1), (640, True, 0)])
@@ -424,11 +465,10 @@ def test_which_calls_have_not(options, d):
 
 @pytest.mark.parametrize("options, sums, together, divided", [
     (dict(B=2, Hq=8, T=2048, d=64, dv=128), 2, 1, (0, 32, 4)), (dict(Hq=16, T=5824, d=64), 2, 1, (0, 46, 8)),
-    (dict(Hq=48, Hkv=3, T=2560, d=64, dv=128), 2, 0, (0, 60, 2)), (dict(B=4, Hq=16, T=896), 1, 1, (0, 28, 4)),
+    (dict(Hq=48, Hkv=3, T=2560, d=64, dv=128), 2, 0, (0, 60, 2)), (dict(B=4, Hq=16, T=896), 2, 0, (0, 32, 4)),
     (dict(B=4, Hq=16, T=2752, d=64, dv=128), 2, 0, (66, 22, 6)),
     (dict(Hq=45, Hkv=3, T=1920, d=64, dv=128), 2, 0, (0, 45, 2)),
-    (dict(B=2, Hq=16, T=1920, d=64, dv=128), 1, 1, (0, 30, 4)),
-    (dict(B=4, Hq=16, T=768), 1, 1, (0, 24, 4)),  # too short for pairs of so few
+    (dict(B=2, Hq=16, T=1920, d=64, dv=128), 1, 1, (0, 30, 4)), (dict(B=4, Hq=16, T=768), 1, 1, (0, 24, 4)),
     (dict(Hq=16, T=3008), 2, 0, (0, 24, 5)),
     # Where some are divided by rows in less time, these are, and not by heads unevenly
     (dict(Hq=4, T=11008, d=64), 4, 0, (66, 20, 6)), (dict(Hq=12, Hkv=3, T=3712, d=64, dv=128), 2, 0, (66, 21, 6)),
@@ -454,9 +494,9 @@ def test_query_heads_come_together_without_a_mask_as_far_as_l2_holds_their_sums(
 @pytest.mark.parametrize("options, paired", [
     (dict(B=4, Hq=5, T=4224, d=96), 1), (dict(B=8, Hq=18, T=2944), 1), (dict(Hq=48, T=1408), 1),  # some divided
     (dict(Hq=36, T=1408), 1),
-    (dict(Hq=24, T=1408), 0), (dict(Hq=72, T=1408), 0),  # in two turns; nothing to divide
+    (dict(Hq=24, T=1408), 0), (dict(Hq=72, T=1408), 1),  # in two turns; in seven, as else
     # Seven blocks of keys: of few heads, and of more where they are shared
-    (dict(B=2, Hq=13, T=896), 1), (dict(B=2, Hq=28, T=896), 1), (dict(B=2, Hq=29, T=896), 0),
+    (dict(B=2, Hq=13, T=896), 1), (dict(B=2, Hq=25, T=896), 0), (dict(B=2, Hq=29, T=896), 0),
     (dict(B=8, Hq=20, Hkv=5, T=896), 1), (dict(B=4, Hq=60, Hkv=30, T=896), 1), (dict(B=4, Hq=68, Hkv=34, T=896), 0),
     (dict(B=2, Hq=87, Hkv=29, T=640), 0), (dict(B=2, Hq=87, Hkv=29, Tq=896, T=640), 0),  # five
     (dict(B=2, Hq=13, Tq=4096, T=896, deterministic=False), 0),
@@ -614,7 +654,7 @@ def test_parts_of_query_heads_that_share_keys(heads, B, T, d, parts):
 
 
 @pytest.mark.parametrize("options, parts", [
-    (dict(Hq=16, T=3008), 16), (dict(Hq=16, T=5824), 8), (dict(Hq=7, B=3, T=2496), 2),
+    (dict(Hq=16, T=5824), 8), (dict(Hq=32, T=5824, d=96), 8), (dict(Hq=7, T=4736), 7),
     (dict(Hq=12, Hkv=3, T=3712, d=64, dv=128), 4), (dict(Hq=7, B=4, T=4608, d=64, dv=128), 6),
 ])  # fmt: skip
 def test_parts_of_unlike_numbers_of_heads_take_as_long_as_the_longest(options, parts):
