@@ -156,7 +156,7 @@ def planned_as_long(lag: float = 0.0) -> Iterator[None]:
     from rawflash import sections
 
     as_long = _planned(
-        WGMMA_FUSED=defaultdict(lambda: (0, 0)), WGMMA_FUSED_GAIN=((math.inf,) * 2,) * 2,
+        WGMMA_FUSED=defaultdict(lambda: (0, 0)), WGMMA_FUSED_GAIN=(math.inf,) * 3,
         WGMMA_FUSED_KEYS=1, WGMMA_FUSED_LAG=lag, WGMMA_FUSED_ROWS={64: 0, 128: 0},
         WGMMA_FUSED_IN_ORDER={64: 0, 128: 0}, WGMMA_FUSED_STORED={64: 0, 128: 0}, WGMMA_PAIRED_ROWS=0,
         WGMMA_PAIRED_ODD=defaultdict(int), WGMMA_STORED_HEADS=0.0, WGMMA_TOGETHER=NEVER, WGMMA_DOWN_WAVES=0.0,

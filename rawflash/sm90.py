@@ -46,12 +46,13 @@ WGMMA_BACKWARD_MOST = 256  # head dimension
 WGMMA_BACKWARD_STAGES, WGMMA_BACKWARD_S = {64: 3, 128: 2}, 2  # blocks of Q and dO on chip at once, by Br, and of dS
 # Blocks of threads prepare and finish rows of others while they compute: under a mask from so many of them for each
 # multiprocessor on (by whether there is a fixed order: singly; in pairs); without one where it takes at most so many
-# times as many steps as else (singly; in pairs, which are faster), of which each of those that share rows of a block of
-# keys costs so many more. From so many blocks of keys on, and where at least so many rows see one, on average (by the
-# wider of d and dv); so many multiprocessors' blocks later and earlier. In a fixed order from more rows on (without a
-# mask, of whole blocks): without this the first one to add stores, and there is less to gain.
+# times as many steps as else (singly; in pairs, which are faster; in these in a fixed order), of which each of those
+# among which the last blocks of keys are divided by rows costs so many more. From so many blocks of keys on, and where
+# at least so many rows see one, on average (by the wider of d and dv); so many multiprocessors' blocks later and
+# earlier. In a fixed order from more rows on (without a mask, of whole blocks): without this the first one to add
+# stores, and there is less to gain.
 WGMMA_FUSED = {False: (4.0, 1.9), True: (4.0, 0.4)}
-WGMMA_FUSED_GAIN, WGMMA_SHARE_COST = {False: (1.0, 1.1), True: (1.0, 1.19)}, 0.5
+WGMMA_FUSED_GAIN, WGMMA_SHARE_COST = (1.0, 1.1, 1.19), 0.5
 WGMMA_FUSED_KEYS, WGMMA_FUSED_LAG = 4, 1.0
 WGMMA_FUSED_ROWS, WGMMA_FUSED_IN_ORDER = {64: 256, 128: 448}, {64: math.inf, 128: 768}
 WGMMA_FUSED_STAGES = 2
@@ -327,7 +328,8 @@ def _fused_is_faster(problem: Problem, fused: Tiles, alone: Tiles, processors: i
     if problem.deterministic and fused.br < WGMMA_BACKWARD_APART and not paired:
         return False  # from one turn to the next it takes longer than a step of so few rows
     if not problem.has_band:
-        most = WGMMA_FUSED_GAIN[problem.deterministic][paired] * _steps_without_mask(problem, alone, processors)
+        gain = WGMMA_FUSED_GAIN[paired * (1 + problem.deterministic)]
+        most = gain * _steps_without_mask(problem, alone, processors)
         return _steps_without_mask(problem, fused, processors) <= most
     if dict(alone.constants)["SUMS"] > 1 or _together(problem) and not paired:
         return False
@@ -508,6 +510,7 @@ def _steps_without_mask(problem: Problem, tiles: Tiles, processors: int) -> floa
     """When the last multiprocessor is done with blocks of keys of which each row sees all: in blocks of WGMMA_ROWS."""
     constants, divided, group = dict(tiles.constants), tiles.divided, problem.group
     together = 1 + constants["PAIRED"]
+    processors -= processors % together
     rows, each = -(-problem.Tq // (together * tiles.br)), together * tiles.br / WGMMA_ROWS
     blocks = problem.B * problem.Hkv * padded(-(-problem.Tk // tiles.bc), together)
     begin, share = WGMMA_DIVIDED_COST, WGMMA_SHARE_COST

@@ -172,7 +172,7 @@ def plan_for(name):
     if "sums cleared" in name:
         changed["WGMMA_STORED"] = {64: 0, 128: 0}
     if name.startswith("warpgroups, rows of others"):
-        changed |= {"WGMMA_FUSED": defaultdict(lambda: (0, 0)), "WGMMA_FUSED_GAIN": ((math.inf,) * 2,) * 2,
+        changed |= {"WGMMA_FUSED": defaultdict(lambda: (0, 0)), "WGMMA_FUSED_GAIN": (math.inf,) * 3,
                     "WGMMA_FUSED_KEYS": 1, "WGMMA_FUSED_LAG": 0.0, "WGMMA_FUSED_ROWS": {64: 0, 128: 0},
                     "WGMMA_FUSED_IN_ORDER": {64: 0, 128: 0}, "WGMMA_FUSED_STORED": {64: 0, 128: 0}}  # fmt: skip
     if "several sums" not in name:

@@ -449,7 +449,7 @@ def test_the_first_dQ_is_stored(name, dtype, monkeypatch):
 def shortest_lag(monkeypatch):
     as_large_ones(monkeypatch)
     always = defaultdict(lambda: (0, 0))
-    for name, value in (("WGMMA_FUSED", always), ("WGMMA_FUSED_GAIN", ((np.inf,) * 2,) * 2), ("WGMMA_FUSED_KEYS", 1),
+    for name, value in (("WGMMA_FUSED", always), ("WGMMA_FUSED_GAIN", (np.inf,) * 3), ("WGMMA_FUSED_KEYS", 1),
                         ("WGMMA_FUSED_LAG", 0.0), ("WGMMA_DOWN_WAVES", 0.0),
                         *((name, {64: 0, 128: 0}) for name in FUSED_ROWS)):  # fmt: skip
         monkeypatch.setattr(sm90, name, value)

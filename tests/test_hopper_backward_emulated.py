@@ -526,7 +526,7 @@ FUSED = {
 def fused(monkeypatch):
     """Small problems, too; rows of a head are prepared by blocks of threads of the second head before it."""
     monkeypatch.setattr(sm90, "WGMMA_FUSED", defaultdict(lambda: (0, 0)))
-    monkeypatch.setattr(sm90, "WGMMA_FUSED_GAIN", ((np.inf, np.inf),) * 2)
+    monkeypatch.setattr(sm90, "WGMMA_FUSED_GAIN", (np.inf,) * 3)
     monkeypatch.setattr(sm90, "WGMMA_FUSED_KEYS", 1)
     monkeypatch.setattr(sm90, "WGMMA_FUSED_LAG", 0.0)
     monkeypatch.setattr(sm90, "WGMMA_FUSED_ROWS", {64: 0, 128: 0})
@@ -585,6 +585,14 @@ def divided(monkeypatch, fused):
     return launched
 
 
+ALL_DIVIDED = {
+    "plain": dict(B=1, Hq=2, Tq=700, Tk=300, d=64),
+    "groups": dict(B=1, Hq=3, Hkv=1, Tq=640, Tk=260, d=64),
+    "plain, d = 128": dict(B=2, Hq=1, Tq=330, Tk=260, d=128),
+    "groups, d = 128": dict(B=1, Hq=4, Hkv=2, Tq=350, Tk=200, d=128),
+}
+
+
 @pytest.mark.parametrize("name", [
     "plain", "plain, d = 128", "groups", "more rows than keys", "other columns", "d > dv"])  # fmt: skip
 def test_divided_blocks_of_keys(name, device_by_name, divided, taken):
@@ -599,6 +607,18 @@ def test_counters_of_divided_blocks_of_keys_are_not_in_sums(device_by_name, divi
     case = prepared(dict(B=1, Hq=heads, Hkv=heads, Tq=300, Tk=70, d=64), "bfloat16")
     check(case, case.reference())
     assert taken and divided == [8]
+
+
+@pytest.mark.parametrize("name", ["plain", "groups", "plain, d = 128", "groups, d = 128"])
+@pytest.mark.parametrize("parts", [3, 5])
+def test_all_blocks_of_keys_are_divided_by_rows(parts, name, device_by_name, divided, taken, monkeypatch):
+    """As they are where they are few."""
+    monkeypatch.setattr(sm90, "WGMMA_FUSED_LAG", 1.0)
+    monkeypatch.setattr(sm90, "_divided", lambda blocks, *_: Divided(0, blocks, parts))
+    case = prepared(ALL_DIVIDED[name], "bfloat16")
+    check(case, case.reference())
+    blocks = case.q.shape[0] * case.k.shape[1] * launch.blocks_of(case.k.shape[2], 128)
+    assert taken and divided == [blocks * (parts - 1)]
 
 
 @pytest.mark.parametrize("name", ["plain", "groups"])
@@ -700,6 +720,18 @@ def test_calls_whose_rows_have_kernels_of_their_own(more, device_by_name, fused,
 def paired(monkeypatch, fused):
     monkeypatch.setattr(sm90, "WGMMA_PAIRED_ROWS", 0)
     monkeypatch.setattr(sm90, "WGMMA_PAIRED_ODD", defaultdict(int))
+
+
+@pytest.mark.parametrize("parts", [3, 6])
+@pytest.mark.parametrize("shape", [dict(Hq=2, Tq=800, Tk=500), dict(Hq=3, Hkv=1, Tq=780, Tk=300)])
+def test_all_pairs_are_divided_by_rows(parts, shape, device_by_name, divided, paired, taken, monkeypatch):
+    """As they are where they are few."""
+    monkeypatch.setattr(sm90, "WGMMA_FUSED_LAG", 1.0)
+    monkeypatch.setattr(sm90, "_divided", lambda blocks, *_: Divided(0, blocks, parts))
+    case = prepared(dict(B=1, d=128) | shape, "bfloat16")
+    check(case, case.reference())
+    blocks = case.k.shape[1] * 4
+    assert taken and divided == [blocks * parts - case.k.shape[1] * launch.blocks_of(case.k.shape[2], 128)]
 
 
 PAIRED = {

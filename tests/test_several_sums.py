@@ -65,6 +65,8 @@ ROUND = {
     "pairs, the last ones in two": (dict(B=1, Hq=2, Tq=400, Tk=500, d=128), "pairs, the last in 2", False, 2),
     "pairs, all in two": (dict(B=1, Hq=2, Tq=400, Tk=500, d=128), "pairs, all in 2", True, 2),
     "pairs, all in four": (dict(B=1, Hq=1, Tq=600, Tk=800, d=128), "pairs, all in 4", True, 4),
+    "pairs, all in six": (dict(B=1, Hq=1, Tq=800, Tk=1000, d=128), "pairs, all in 6", True, 4),
+    "pairs, groups, all in three": (dict(B=1, Hq=3, Hkv=1, Tq=400, Tk=500, d=128), "pairs, all in 3", False, 2),
     "d = 256": (dict(B=1, Hq=2, Tq=200, Tk=260, d=256), "", False, 2),
     "d = 192, residues": (dict(B=1, Hq=2, Tq=300, Tk=300, d=192, dv=128), "", True, 4),
     "d = 256, groups": (dict(B=1, Hq=4, Hkv=2, Tq=200, Tk=260, d=256), "", True, 4),

@@ -324,15 +324,28 @@ def test_without_a_mask_rows_of_others_go_by_steps(shape, deterministic, fused):
     assert tiles.family == "wgmma" and dict(tiles.constants)["FUSED"] == fused
 
 
+@pytest.mark.parametrize("heads, Tq, Tk, d, deterministic, fused", [  # for each multiprocessor
+    (4, 7424, 7424, 128, False, 0), (8, 4096, 4096, 128, False, 1),  # 1.8 pairs; 1.9
+    (4, 16128, 16128, 64, False, 0), (8, 9152, 9152, 64, False, 1),  # 3.8 of one block of threads; 4.4
+    (1, 832, 9856, 128, True, 1), (4, 1472, 15872, 64, True, 0), (4, 1024, 16896, 64, True, 1),  # 0.6; 3.8, 4.0
+])  # fmt: skip
+def test_under_a_mask_rows_of_others_take_enough_blocks_of_keys(heads, Tq, Tk, d, deterministic, fused):
+    fixed = dict(B=1, Hq=heads, Hkv=heads, Tq=Tq, Tk=Tk, d=d, dv=d, dtype="bfloat16", backend="cupy_raw")
+    tiles = plan_tiles(problem(**fixed, causal=True, deterministic=deterministic), H200, "backward")
+    assert tiles.family == "wgmma" and dict(tiles.constants)["FUSED"] == fused
+
+
 @pytest.mark.parametrize("options, lag, paired, divided, steps", [
     (dict(), 1, 0, (0, 0, 1), 30 + 6),  # two blocks of keys of two heads on four multiprocessors
     (dict(Tk=260), 1, 0, (0, 0, 1), 2 * 36), (dict(Tk=260), 1, 1, (0, 0, 1), 2 * 36),
     (dict(Hkv=4, Tk=90), 1, 0, (0, 0, 1), 36), (dict(Hkv=4, Tk=90), 1, 1, (0, 0, 1), 2 * 36),
+    (dict(Hkv=5, Tk=90), 1, 1, (0, 0, 1), 3 * 36),
     (dict(Tk=260), 1, 0, (0, 2, 2), 36 + 15 + 6 + 1), (dict(Hkv=3), 1, 0, (0, 0, 1), 2 * 36),
     (dict(Tk=260), 1, 1, (0, 4, 2), 36 + 18 + 6 + 1),  # three of five pairs of blocks of rows
     (dict(Tk=600), 1, 0, (2, 4, 4), 36 + 15 + 6 + 1 + 9 + 6 + 2),
     (dict(), 0, 0, (0, 4, 2), 2 * (2 * 10 + 6)), (dict(), 0, 0, (0, 4, 3), 3 * (10 + 6)),
-    (dict(), 0, 0, (0, 4, 6), 6 * (5 + 6)), (dict(d=64, dv=64), 1, 0, (0, 4, 2), 18 + 6 + 1),
+    (dict(), 0, 0, (0, 4, 6), 6 * (5 + 6)), (dict(), 0, 0, (0, 4, 9), 9 * (4 + 6)),
+    (dict(d=64, dv=64), 1, 0, (0, 4, 2), 18 + 6 + 1),
 ])  # fmt: skip
 def test_steps_of_blocks_of_keys_without_a_mask(options, lag, paired, divided, steps):
     """Of three query heads for each of two key heads, and ten blocks of rows."""
@@ -342,6 +355,7 @@ def test_steps_of_blocks_of_keys_without_a_mask(options, lag, paired, divided, s
     constants = dict(tiles.constants) | {"PAIRED": paired, "TOGETHER": int(not lag and divided[1] > 0)}
     tiles = replace(tiles, lag=lag, divided=Divided(*divided), constants=tuple(constants.items()))
     assert sm90._steps_without_mask(of, tiles, 4) == steps
+    assert not paired or sm90._steps_without_mask(of, tiles, 5) == steps  # one cannot be half of a pair
 
 
 @pytest.mark.parametrize("T, deterministic, fused", [(440, False, 0), (448, False, 1), (700, True, 1), (640, True, 0)])
@@ -494,7 +508,7 @@ def test_query_heads_come_together_without_a_mask_as_far_as_l2_holds_their_sums(
 @pytest.mark.parametrize("options, paired", [
     (dict(B=4, Hq=5, T=4224, d=96), 1), (dict(B=8, Hq=18, T=2944), 1), (dict(Hq=48, T=1408), 1),  # some divided
     (dict(Hq=36, T=1408), 1),
-    (dict(Hq=24, T=1408), 0), (dict(Hq=72, T=1408), 1),  # in two turns; in seven, as else
+    (dict(Hq=24, T=1408), 0), (dict(Hq=72, T=1408), 1),  # in two turns, and one more; in six, and one more
     # Seven blocks of keys: of few heads, and of more where they are shared
     (dict(B=2, Hq=13, T=896), 1), (dict(B=2, Hq=25, T=896), 0), (dict(B=2, Hq=29, T=896), 0),
     (dict(B=8, Hq=20, Hkv=5, T=896), 1), (dict(B=4, Hq=60, Hkv=30, T=896), 1), (dict(B=4, Hq=68, Hkv=34, T=896), 0),
@@ -502,7 +516,7 @@ def test_query_heads_come_together_without_a_mask_as_far_as_l2_holds_their_sums(
     (dict(B=2, Hq=13, Tq=4096, T=896, deterministic=False), 0),
     (dict(B=8, Hq=24, Hkv=4, Tq=1500, T=1920, causal=True), 0),
 ])  # fmt: skip
-def test_an_odd_number_of_blocks_of_keys_has_pairs_if_there_is_room_for_one_more(options, paired):
+def test_which_odd_numbers_of_blocks_of_keys_have_pairs(options, paired):
     """In a fixed order without a mask."""
     tiles = in_order(**options)
     assert tiles.family == "wgmma" and dict(tiles.constants)["PAIRED"] == paired
