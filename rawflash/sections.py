@@ -166,8 +166,8 @@ def _section_in_order(problem: Problem, tiles: Tiles, heads: int, key_blocks: in
         many = any(key_blocks >= keys and waves > some for keys, some in SECTION_PAIRED)
         if paired and many and waves <= SECTION_PAIRED_MOST:
             return heads // 2 + 1 if SECTION_UNLIKE[0] < waves <= SECTION_UNLIKE[1] else heads
-        in_two = paired and key_blocks < SECTION_FEW_KEYS[0] and waves > SECTION_FEW_KEYS[1]
-        return _alike(heads, two_turns) if in_two else 0
+        few_keys = key_blocks < SECTION_FEW_KEYS[0] and waves > SECTION_FEW_KEYS[1]
+        return _alike(heads, two_turns) if paired and few_keys else 0
     many_share = problem.group > WGMMA_HEADS_FEW and key_blocks <= SHARED_KEYS
     at_once = many_share and not (paired or is_wide(problem))
     if not at_once and waves <= TWO_WAVES or paired and key_blocks >= SECTION_KEYS and waves <= SECTION_NO_MASK:

@@ -640,16 +640,11 @@ def _is_by_head(problem: Problem, processors: int, bc: int) -> bool:
     blocks = problem.B * problem.Hkv * -(-problem.Tk // bc)
     columns, group, is_long = max(problem.d, problem.dv), problem.group, problem.Tk >= WGMMA_DIAGONAL_KEYS * bc
     far = WGMMA_SUMS_GROUP[columns > WGMMA_SLAB] < group <= WGMMA_HEADS_FEW  # else they may come together
-    few_keys = _has_few_keys(problem, bc) and WGMMA_HEADS_FEW < group and columns > WGMMA_SLAB
+    few_keys = -(-problem.Tk // bc) < WGMMA_SUMS_USUAL and WGMMA_HEADS_FEW < group and columns > WGMMA_SLAB
     fewer = [most for heads, most in WGMMA_SUMS_HEADS[columns > WGMMA_SLAB].items() if group > heads]
     waves = min([WGMMA_SUMS_BY_HEAD[2 if few_keys else is_long], *fewer])
     few = blocks <= (processors if far and is_long else processors // 2) and blocks * group <= waves * processors
     return few and (blocks * group > processors // 2 or far) and problem.has_band and group > 1 and not is_wide(problem)
-
-
-def _has_few_keys(problem: Problem, bc: int) -> bool:
-    """Has a head fewer blocks of keys than WGMMA_SUMS_USUAL?"""
-    return -(-problem.Tk // bc) < WGMMA_SUMS_USUAL
 
 
 def _are_apart(problem: Problem, divided: Divided) -> bool:

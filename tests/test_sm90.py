@@ -291,8 +291,7 @@ def test_others_clear_sums_in_a_fixed_order(options, monkeypatch):
 @pytest.mark.parametrize("options, fused", [
     (dict(), 1), (dict(B=2), 1), (dict(B=1, T=8192), 1), (dict(B=1, T=1024), 1), (dict(B=1, T=1024, causal=True), 0),
     (dict(B=8, T=384), 0), (dict(B=8, T=512), 1), (dict(T=2048, causal=True), 0), (dict(B=1, Hq=6, Hkv=6, T=1024), 1),
-    (dict(B=4, Hq=16, T=2048, causal=True), 1),
-    (dict(sinks=True), 0),
+    (dict(B=4, Hq=16, T=2048, causal=True), 1), (dict(sinks=True), 0),
 ])  # fmt: skip
 def test_which_calls_have_rows_that_others_prepare(options, fused, d):
     """Without a mask all that are long enough, if blocks of keys are not few."""
